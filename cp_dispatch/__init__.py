@@ -1,0 +1,25 @@
+"""Context parallelism for plain ``F.scaled_dot_product_attention`` on sequence-sharded DTensors.
+
+    import cp_dispatch
+    cp_dispatch.enable()
+
+Importing changes nothing of torch; ``enable()`` does, and ``disable()`` undoes it.
+"""
+
+from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas
+from cp_dispatch import sharding as _sharding  # noqa: F401  registers the DTensor rules
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.plan import Plan, explain
+from cp_dispatch.toggle import disable, enable, enabled, is_enabled
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContextParallelError",
+    "Plan",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "is_enabled",
+]

@@ -1,0 +1,86 @@
+"""Every private torch symbol that cp_dispatch uses, in one place.
+
+Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing else in the package
+may import a name that torch marks as private.
+"""
+
+import functools
+
+import torch
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "DTensorSpec",
+    "FakeTensorMode",
+    "OpSchema",
+    "OpSpec",
+    "OpStrategy",
+    "RuntimeSchemaInfo",
+    "below_autograd",
+    "composite_kernel",
+    "cudnn_logsumexp_ndim",
+    "disable_current_modes",
+    "fused_sdp_choice",
+    "generate_redistribute_costs",
+    "get_unwrapped",
+    "is_functorch_wrapped_tensor",
+    "is_tracing",
+    "local_tensor",
+    "local_tensor_mode",
+    "register_op_strategy",
+    "resolve_group",
+    "sdp_priority_order",
+    "torch_context_parallel_is_on",
+]
+
+fused_sdp_choice = torch._fused_sdp_choice
+
+
+def sdp_priority_order() -> tuple[int, ...]:
+    """The order in which torch tries its SDPA backends, as ``sdpa_kernel(set_priority=True)``
+    leaves it."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+def composite_kernel(dispatch_key: str):
+    """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
+    return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's shard, without autograd and without a collective."""
+    return tensor._local_tensor
+
+
+def local_tensor_mode() -> type | None:
+    """The class of torch's ``LocalTensorMode``, None where this torch has none."""
+    try:
+        from torch.distributed._local_tensor import LocalTensorMode
+    except ImportError:
+        return None
+    return LocalTensorMode
+
+
+def torch_context_parallel_is_on() -> bool:
+    """Whether torch's experimental context-parallel dispatcher handles SDPA at present."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+@functools.cache
+def cudnn_logsumexp_ndim() -> int:
+    """Dims of the logsumexp that cuDNN attention returns: 4 with a trailing 1, or 3."""
+    query = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="meta")
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, query, query, None, True, 0.0, False, False
+    )
+    return out[1].dim()

@@ -1,0 +1,18 @@
+"""One file per attention kernel: one block forward, one block backward, no communication.
+
+To add a backend, write a module with a :class:`Backend` and name it in ``BACKENDS``; its ops,
+fakes, autograd and DTensor rules follow from the entry.
+"""
+
+from cp_dispatch.backends.base import Backend
+from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.backends.cudnn import Cudnn
+from cp_dispatch.backends.efficient import Efficient
+from cp_dispatch.backends.flash import Flash
+from cp_dispatch.backends.math import Math
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Flash(), Efficient(), Cudnn(), CpuFlash(), Math())
+}
+
+__all__ = ["BACKENDS", "Backend"]

@@ -1,0 +1,38 @@
+"""Memory-efficient attention (CUTLASS, from xFormers) as torch ships it, on CUDA."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from cp_dispatch.backends.base import Backend
+
+aten = torch.ops.aten
+
+# The kernel's logsumexp has rows padded to this multiple, with +inf.
+_LOGSUMEXP_MULTIPLE = 32
+
+
+class Efficient(Backend):
+    name = "efficient"
+    sdp_backend = SDPBackend.EFFICIENT_ATTENTION
+    devices = ("cuda",)
+    grouped_heads = False
+
+    def _forward(self, query, key, value, causal, scale):
+        out = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )
+        return out[0], out[1][:, :, : query.size(2)]
+
+    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+        missing = -logsumexp.size(2) % _LOGSUMEXP_MULTIPLE
+        if missing:
+            logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
+        # Dropout is off, so the kernel reads no random state.
+        unused = query.new_empty((), dtype=torch.int64)
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            grad_output, query, key, value, None, output, logsumexp.contiguous(),
+            unused, unused, 0.0, [True, True, True, False], causal,
+            scale=scale,
+        )  # fmt: skip
+        return grads[:3]

@@ -1,0 +1,43 @@
+"""Attention in plain matrix products: the reference, for every device and dtype."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from cp_dispatch.backends.base import Backend
+
+
+class Math(Backend):
+    """Computes in float32 for 16-bit inputs, as torch's math kernel does, and in the inputs'
+    dtype otherwise; partial outputs and gradients stay in that wide dtype."""
+
+    name = "math"
+    sdp_backend = SDPBackend.MATH
+    devices = ("cpu", "cuda")
+    grouped_heads = False
+
+    def _forward(self, query, key, value, causal, scale):
+        query, key, value = _widen(query, key, value)
+        scores = _scores(query, key, causal, scale)
+        logsumexp = torch.logsumexp(scores, dim=-1)
+        return torch.exp(scores - logsumexp.unsqueeze(-1)) @ value, logsumexp
+
+    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+        grad_output, query, key, value, output = _widen(grad_output, query, key, value, output)
+        probability = torch.exp(_scores(query, key, causal, scale) - logsumexp.unsqueeze(-1))
+        grad_value = probability.mT @ grad_output
+        correction = (grad_output * output).sum(-1, keepdim=True)
+        grad_scores = probability * (grad_output @ value.mT - correction)
+        return (grad_scores @ key) * scale, (grad_scores.mT @ query) * scale, grad_value
+
+
+def _widen(*tensors: Tensor) -> list[Tensor]:
+    return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = (query * scale) @ key.mT
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores

@@ -1,0 +1,56 @@
+"""One call of ``scaled_dot_product_attention`` as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, with torch's defaults and meaning.
+
+    query ``(B, H, Sq, D)``, key ``(B, Hkv, Sk, D)``, value ``(B, Hkv, Sk, Dv)``.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    attn_mask: Any = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    def describe(self) -> str:
+        """The call in one line a tensor, for messages."""
+        lines = [f"{name}: {describe_tensor(x)}" for name, x in self.tensors.items()]
+        if self.attn_mask is not None:
+            lines.append(f"attn_mask: {describe_tensor(self.attn_mask)}")
+        lines.append(
+            f"dropout_p={self.dropout_p}, is_causal={self.is_causal}, scale={self.scale}, "
+            f"enable_gqa={self.enable_gqa}"
+        )
+        return "\n".join(lines)
+
+
+def describe_tensor(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"{type(tensor).__name__} {tensor!r}"
+    text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if not isinstance(tensor, DTensor):
+        return f"{text} {type(tensor).__name__} (not a DTensor)"
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
+    placements = ", ".join(
+        f"{name}={size}: {placement}"
+        for name, size, placement in zip(names, mesh.shape, tensor.placements, strict=True)
+    )
+    return f"{text} on {mesh.device_type} mesh [{placements}]"

@@ -1,0 +1,131 @@
+"""Merging partial attention outputs by their logsumexp.
+
+Two kernels that saw disjoint keys give ``(out_a, lse_a)`` and ``(out_b, lse_b)``; attention over
+the union is ``out = w_a * out_a + w_b * out_b`` with ``w_b = sigmoid(lse_b - lse_a)`` and
+``lse = logaddexp(lse_a, lse_b)`` (the online softmax of Milakov & Gimelshein, arXiv:1805.02867,
+as used in FlashAttention, arXiv:2205.14135, and Ring Attention, arXiv:2310.01889).
+
+A side whose logsumexp is -inf saw no key and has no say, whatever its rows hold. If both are
+-inf the output is 0 and the logsumexp -inf, as a fully masked row is on one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+
+def merge_partials(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Merge two partial results into ``out`` and ``lse``, which may be ``out_a`` and ``lse_a``.
+
+    Args:
+        out_a, out_b: partial outputs ``(B, H, S, D)``, any strides and floating dtypes.
+        lse_a, lse_b: their logsumexp ``(B, H, S)``, natural log, float32 (float64 for float64).
+        out: where the merged output is written, ``(B, H, S, D)``; its dtype is the cast.
+        lse: where the merged logsumexp is written, ``(B, H, S)``.
+    """
+    if out.is_cuda and lse.dtype is torch.float32 and _triton_is_available():
+        from cp_dispatch.merge_triton import merge_triton
+
+        merge_triton(out_a, lse_a, out_b, lse_b, out, lse)
+    else:
+        merge_eager(out_a, lse_a, out_b, lse_b, out, lse)
+
+
+@functools.cache
+def _triton_is_available() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def merge_eager(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """The specification of :func:`merge_partials`, in plain torch."""
+    difference = lse_b - lse_a
+    # inf - inf is the only NaN here that the inputs did not hold; equal sides weigh the same.
+    difference = torch.where(lse_a == lse_b, torch.zeros_like(difference), difference)
+    weight_b = torch.sigmoid(difference).unsqueeze(-1)
+    weight_a = torch.sigmoid(-difference).unsqueeze(-1)
+    empty_a = (lse_a == -torch.inf).unsqueeze(-1)
+    empty_b = (lse_b == -torch.inf).unsqueeze(-1)
+    part_a = torch.where(empty_a, 0.0, weight_a * out_a.to(lse.dtype))
+    part_b = torch.where(empty_b, 0.0, weight_b * out_b.to(lse.dtype))
+    merged_lse = torch.maximum(lse_a, lse_b) + torch.log1p(torch.exp(-difference.abs()))
+    out.copy_(part_a + part_b)
+    lse.copy_(merged_lse)
+
+
+def token_major(batch: int, heads: int, length: int, dim: int, like: Tensor, dtype=None) -> Tensor:
+    """An empty ``(B, H, S, D)`` tensor whose memory is ``(B, S, H, D)``, as models want it next.
+
+    Outputs and gradients of every op have these strides and no others: a DTensor's metadata
+    then agrees with every shard, also where a batch of 1 makes strides ambiguous.
+    """
+    return like.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+class OutputAccumulator:
+    """Collects the partial outputs of one shard's rows.
+
+    The first partial result is kept as the kernel made it and the last merge writes the final
+    dtype, so that a ring of W hops does W - 1 merges and no other pass over the output.
+    """
+
+    def __init__(self, query: Tensor, value_dim: int, tiles: int):
+        self._like = query
+        self._shape = (query.size(0), query.size(1), query.size(2), value_dim)
+        self._wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+        self._left = tiles
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, out: Tensor, lse: Tensor, start: int) -> None:
+        """Merge the partial ``out``, ``lse`` of the rows from ``start`` on."""
+        self._left -= 1
+        rows = self._shape[2]
+        whole = out.size(2) == rows
+        if self._out is None and whole:
+            self._out, self._lse = out, lse
+            return
+        if whole:
+            dtype = self._like.dtype if self._left == 0 else self._wide
+            target, target_lse = self._out, self._lse
+            if dtype is not self._out.dtype or self._left == 0:
+                target = token_major(*self._shape, like=self._like, dtype=dtype)
+                target_lse = self._empty_lse()
+            merge_partials(self._out, self._lse, out, lse, target, target_lse)
+            self._out, self._lse = target, target_lse
+            return
+        self._make_wide()
+        window = slice(start, start + out.size(2))
+        part, part_lse = self._out[:, :, window], self._lse[:, :, window]
+        merge_partials(part, part_lse, out, lse, part, part_lse)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """``(output, logsumexp)``: query's dtype, token-major; float32 or float64, contiguous."""
+        if self._out is None:
+            self._make_wide()
+        out = self._out
+        final = token_major(*self._shape, like=self._like)
+        if out.dtype is not final.dtype or out.stride() != final.stride():
+            out = final.copy_(out)
+        return out, self._lse.to(self._wide).contiguous()
+
+    def _empty_lse(self) -> Tensor:
+        return self._like.new_empty(self._shape[:3], dtype=self._wide)
+
+    def _make_wide(self) -> None:
+        """Own a wide accumulator over all rows, holding what was there."""
+        if self._out is not None and self._out.dtype is self._wide:
+            return
+        wide = token_major(*self._shape, like=self._like, dtype=self._wide)
+        lse = self._empty_lse()
+        if self._out is None:
+            self._out, self._lse = wide.zero_(), lse.fill_(-torch.inf)
+        else:
+            self._out, self._lse = wide.copy_(self._out), lse.copy_(self._lse)

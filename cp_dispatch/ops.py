@@ -1,0 +1,231 @@
+"""The custom ops ``torch.ops.cp_dispatch.*``: schemas, fakes, kernels and autograd.
+
+For each backend ``X`` there is ``ring_X_attention`` and ``ring_X_attention_backward``. On plain
+tensors an op takes this rank's shards and communicates over ``group_name``; on DTensors it takes
+whole DTensors, whose rules are in :mod:`cp_dispatch.sharding`. Whatever the backward needs is an
+argument or a saved tensor, so that no op reads an option.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
+from cp_dispatch.backends import BACKENDS, Backend
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import natural
+from cp_dispatch.merge import token_major
+from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.comm import Ring
+
+NAMESPACE = "cp_dispatch"
+
+# Shapes, for a rank that owns Sq of query_length rows and Sk of key_length keys:
+#   query, grad_output, output (B, H, Sq, D), (B, H, Sq, Dv), (B, H, Sq, Dv)
+#   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
+#   logsumexp                  (B, H, Sq), natural log, float32 (float64 for float64)
+# scale None is 1 / sqrt(D). group_name "" means that this rank holds the whole sequence.
+# key_grad False: grad_key and grad_value are placeholders without meaning.
+_OPTIONS = (
+    "bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
+    "str schedule, str group_name"
+)
+FORWARD_SCHEMA = (
+    f"ring_{{}}_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS})"
+    " -> (Tensor output, Tensor logsumexp)"
+)
+BACKWARD_SCHEMA = (
+    "ring_{}_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value,"
+    f" Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad)"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+)
+
+library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def forward_op(backend: str) -> torch._ops.OpOverload:
+    """``torch.ops.cp_dispatch.ring_<backend>_attention.default``."""
+    return getattr(torch.ops.cp_dispatch, f"ring_{backend}_attention").default
+
+
+def backward_op(backend: str) -> torch._ops.OpOverload:
+    """``torch.ops.cp_dispatch.ring_<backend>_attention_backward.default``."""
+    return getattr(torch.ops.cp_dispatch, f"ring_{backend}_attention_backward").default
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _ring(group_name: str) -> Ring | None:
+    if not group_name:
+        return None
+    ring = Ring(resolve_group(group_name))
+    return ring if ring.world_size > 1 else None
+
+
+def _define(backend: Backend) -> None:
+    """Define both ops of one backend."""
+
+    def forward(
+        query, key, value, is_causal, scale, query_length, key_length, schedule, group_name
+    ):
+        ring = _ring(group_name)
+        geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
+        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        value_dim = value.size(-1)
+        query, key, value = map(backend.pad, (query, key, value))
+        output, logsumexp = SCHEDULES[schedule].forward(
+            backend, query, key, value, geometry, scale, ring
+        )
+        return _unpad(output, value_dim), logsumexp
+
+    def backward(
+        grad_output, query, key, value, output, logsumexp,
+        is_causal, scale, query_length, key_length, schedule, group_name, key_grad,
+    ):  # fmt: skip
+        ring = _ring(group_name)
+        geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
+        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        dim, value_dim = query.size(-1), value.size(-1)
+        padded = map(backend.pad, (grad_output, query, key, value, output))
+        dq, dk, dv = SCHEDULES[schedule].backward(
+            backend, *padded, logsumexp, geometry, scale, ring, key_grad
+        )
+        if not key_grad:
+            return _unpad(dq, dim), _placeholder(key), _placeholder(value)
+        return _unpad(dq, dim), _unpad(dk, dim), _unpad(dv, value_dim)
+
+    def forward_fake(query, key, value, *options):
+        batch, heads, length, _ = query.shape
+        output = token_major(batch, heads, length, value.size(-1), like=query)
+        return output, query.new_empty(query.shape[:3], dtype=_wide_dtype(query.dtype))
+
+    def backward_fake(grad_output, query, key, value, output, logsumexp, *options):
+        key_grad = options[-1]
+        grad_query = token_major(*query.shape, like=query)
+        if not key_grad:
+            return grad_query, _placeholder(key), _placeholder(value)
+        return grad_query, token_major(*key.shape, like=key), token_major(*value.shape, like=value)
+
+    for schema, kernel, fake in (
+        (FORWARD_SCHEMA, forward, forward_fake),
+        (BACKWARD_SCHEMA, backward, backward_fake),
+    ):
+        schema = schema.format(backend.name)
+        name = schema.split("(")[0]
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CPU", "CUDA"):
+            library.impl(name, kernel, device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+        _refuse_local_tensor_mode(name)
+    library.impl(f"ring_{backend.name}_attention", _autograd(backend.name), "Autograd")
+    library.impl(
+        f"ring_{backend.name}_attention_backward",
+        _refuse_double_backward(backend.name),
+        "Autograd",
+    )
+
+
+def _unpad(tensor: Tensor, dim: int) -> Tensor:
+    if tensor.size(-1) == dim:
+        return tensor
+    return token_major(*tensor.shape[:3], dim, like=tensor).copy_(tensor[..., :dim])
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    """A tensor of the right shape that holds one element."""
+    return like.new_empty(1).expand(like.shape)
+
+
+def _autograd(name: str):
+    """The Autograd kernel of a forward op: autograd of DTensors and of plain tensors alike."""
+
+    class RingAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value, *options):
+            with below_autograd():
+                output, logsumexp = forward_op(name)(query, key, value, *options)
+            ctx.save_for_backward(query, key, value, output, logsumexp)
+            ctx.options = options
+            ctx.mark_non_differentiable(logsumexp)
+            ctx.set_materialize_grads(False)
+            return output, logsumexp
+
+        @staticmethod
+        def backward(ctx, grad_output, _):
+            if grad_output is None:
+                return (None,) * (3 + len(ctx.options))
+            needs_query, needs_key, needs_value = ctx.needs_input_grad[:3]
+            grads = backward_op(name)(
+                grad_output, *ctx.saved_tensors, *ctx.options, needs_key or needs_value
+            )
+            needs = (needs_query, needs_key, needs_value)
+            return (
+                *(g if need else None for g, need in zip(grads, needs, strict=True)),
+                *(None,) * len(ctx.options),
+            )
+
+    def autograd_kernel(query, key, value, *options):
+        if torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        ):
+            return RingAttention.apply(query, key, value, *options)
+        with below_autograd():
+            return forward_op(name)(query, key, value, *options)
+
+    return autograd_kernel
+
+
+def _refuse_double_backward(name: str):
+    """The Autograd kernel of a backward op."""
+
+    class RingAttentionBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            with below_autograd():
+                return backward_op(name)(*args)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, *grads):
+            raise ContextParallelError(
+                f"cp_dispatch::ring_{name}_attention has no second derivative. "
+                "Given: a backward through the gradients of attention (create_graph=True). "
+                "Supported: first derivatives. For a second derivative call "
+                "F.scaled_dot_product_attention on unsharded tensors under "
+                "sdpa_kernel(SDPBackend.MATH), with cp_dispatch.disable()."
+            )
+
+    def autograd_kernel(*args):
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in args
+        ):
+            return RingAttentionBackward.apply(*args)
+        with below_autograd():
+            return backward_op(name)(*args)
+
+    return autograd_kernel
+
+
+def _refuse_local_tensor_mode(name: str) -> None:
+    """``LocalTensorMode`` cannot see collectives inside an op and would answer wrongly."""
+    mode = local_tensor_mode()
+    if mode is None:
+        return
+
+    def rule(mode, func, types, args=(), kwargs=None):
+        raise ContextParallelError(
+            f"cp_dispatch::{name} does not run under LocalTensorMode, which cannot see the "
+            "collectives inside an op. Use torch's threaded process group or real processes."
+        )
+
+    torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", mode, rule, lib=library)
+
+
+for _backend in BACKENDS.values():
+    _define(_backend)

@@ -1,0 +1,89 @@
+"""Options of the toggle, and whose options hold where."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``enable`` was told.
+
+    Attributes:
+        schedule: ``"auto"`` or a name in ``SCHEDULES``.
+        layout: None, the sequence is in natural order.
+    """
+
+    schedule: str = "auto"
+    layout: None = None
+
+    def __post_init__(self):
+        choices = ("auto", *SCHEDULES)
+        if self.schedule not in choices:
+            raise ContextParallelError(
+                f"schedule must be one of {', '.join(map(repr, choices))}, got {self.schedule!r}"
+            )
+        if self.layout is not None:
+            raise ContextParallelError(
+                "layout must be None (the sequence in natural order), the only layout that this "
+                f"version of cp_dispatch has; got {self.layout!r}"
+            )
+
+
+class Scope:
+    """One ``with enabled(...)`` block; ``options`` None while turned off inside it."""
+
+    def __init__(self, options: Options | None):
+        self.options = options
+
+
+class OptionStack:
+    """Process-wide options below a stack of scopes.
+
+    A thread inside its own scope has that scope's options. Any other thread has those of the
+    scope entered last anywhere, because autograd recomputes checkpoints and runs backwards on
+    threads of its own; without scopes, those of the process.
+    """
+
+    def __init__(self):
+        self._process: Options | None = None
+        self._scopes: list[Scope] = []
+        self._thread = threading.local()
+
+    def current(self) -> Options | None:
+        own = getattr(self._thread, "scopes", None)
+        if own:
+            return own[-1].options
+        scopes = self._scopes
+        return scopes[-1].options if scopes else self._process
+
+    def set(self, options: Options | None) -> None:
+        """Set the innermost scope of this thread, or the process outside any."""
+        own = getattr(self._thread, "scopes", None)
+        if own:
+            own[-1].options = options
+        else:
+            self._process = options
+
+    def push(self, options: Options) -> Scope:
+        scope = Scope(options)
+        if not hasattr(self._thread, "scopes"):
+            self._thread.scopes = []
+        self._thread.scopes.append(scope)
+        # Rebound, not mutated: current() reads without the lock.
+        self._scopes = [*self._scopes, scope]
+        return scope
+
+    def remove(self, scope: Scope) -> None:
+        own = getattr(self._thread, "scopes", [])
+        if scope in own:
+            own.remove(scope)
+        self._scopes = [other for other in self._scopes if other is not scope]
+
+    @property
+    def in_use(self) -> bool:
+        return self._process is not None or bool(self._scopes)

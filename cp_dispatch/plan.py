@@ -1,0 +1,205 @@
+"""From a call to a plan: who handles it and how, or every reason why not. Pure data, no
+communication; all ranks come to the same plan because it looks only at what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_dispatch._compat import is_tracing
+from cp_dispatch.call import Call
+from cp_dispatch.choose import choose_backend
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Geometry, natural
+from cp_dispatch.options import Options
+from cp_dispatch.refusal import (
+    context_dims,
+    form_refusals,
+    ring_refusals,
+    unsharded_refusals,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to one call.
+
+    Attributes:
+        handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
+        backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
+            ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
+        schedule: ``"ring"``, or ``"local"`` if no rank needs another's keys.
+        group_name: process group of the ranks that share the sequence, "" if none.
+        world_size: how many they are.
+        query_length, key_length: global lengths in positions.
+        reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
+        call: the call in words.
+        key_row_bytes: bytes that one position of key and value takes on a rank.
+    """
+
+    handler: str
+    backend: str | None = None
+    schedule: str | None = None
+    is_causal: bool = False
+    group_name: str = ""
+    world_size: int = 1
+    query_length: int = 0
+    key_length: int = 0
+    reasons: tuple[str, ...] = ()
+    call: str = field(default="", compare=False)
+    key_row_bytes: int = 0
+
+    @property
+    def geometry(self) -> Geometry:
+        return natural(self.query_length, self.key_length, self.world_size, self.is_causal)
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes of keys and values that ``rank`` sends in a forward."""
+        geometry = self.geometry
+        return self.key_row_bytes * sum(
+            geometry.key_length(owner)
+            for hop in range(geometry.key_transitions)
+            if geometry.last_hop(owner := (rank - hop) % self.world_size) > hop
+        )
+
+    def error(self) -> ContextParallelError:
+        """The error of a refused call: what was given, all reasons, what to do."""
+        return ContextParallelError(str(self))
+
+    def __str__(self) -> str:
+        given = "\n".join("    " + line for line in self.call.splitlines())
+        why = "\n".join(f"  - {reason}" for reason in self.reasons)
+        if self.handler == "refused":
+            return (
+                "cp_dispatch does not support this scaled_dot_product_attention call.\n"
+                f"  given:\n{given}\n  refused because:\n"
+                + "\n".join("  " + line for line in why.splitlines())
+            )
+        if self.handler == "stock":
+            return f"handled by torch as it is\n{given}\n{why}"
+        lines = [
+            f"handled by cp_dispatch: {self.schedule} over {self.world_size} ranks, "
+            f"{self.backend} kernel",
+            given,
+        ]
+        if self.schedule != "local":
+            lines.append("  rank  hops computed/skipped  MiB sent (forward)")
+            for rank in range(self.world_size):
+                computed = sum(
+                    bool(self.geometry.tiles(rank, owner)) for owner in range(self.world_size)
+                )
+                sent = self.bytes_sent(rank) / 2**20
+                skipped = self.world_size - computed
+                lines.append(f"  {rank:4d}  {computed:13d}/{skipped:<7d}  {sent:18.3f}")
+        return "\n".join([*lines, why] if why else lines)
+
+
+def make_plan(options: Options | None, call: Call) -> Plan:
+    """Decide about a call that involves a DTensor."""
+    plan = _decide(options, call)
+    return plan if plan.handler == "cp_dispatch" else dataclasses.replace(
+        plan, call=call.describe()
+    )
+
+
+def _decide(options: Options | None, call: Call) -> Plan:
+    if options is None:
+        return Plan("stock", reasons=("cp_dispatch is not enabled",))
+    refusals = form_refusals(call)
+    if refusals:
+        return Plan("refused", reasons=tuple(refusals))
+    mesh = call.query.device_mesh
+    if not any(context_dims(x) for x in call.tensors.values()):
+        if mesh.device_type != "cpu":
+            return Plan("stock", reasons=("the sequence is not sharded",))
+        refusals = unsharded_refusals(call)
+        if refusals:
+            return Plan("refused", reasons=tuple(refusals))
+        return _with_backend(call, "local", None)
+    refusals = ring_refusals(call)
+    if refusals:
+        return Plan("refused", reasons=tuple(refusals))
+    schedule = "ring" if options.schedule == "auto" else options.schedule
+    return _with_backend(call, schedule, context_dims(call.query)[0])
+
+
+def _with_backend(call: Call, schedule: str, context_dim: int | None) -> Plan:
+    query, key, value = call.query, call.key, call.value
+    mesh = query.device_mesh
+    shapes = tuple(_largest_shard(x, query.placements) for x in (query, key, value))
+    needs_grad = torch.is_grad_enabled() and any(
+        x.requires_grad for x in call.tensors.values()
+    )
+    backend = choose_backend(
+        shapes, query.dtype, mesh.device_type, call.is_causal, call.enable_gqa, needs_grad
+    )
+    if backend is None:
+        return Plan(
+            "refused",
+            reasons=(
+                f"no backend that is switched on takes local shards of shapes {shapes} in "
+                f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
+                "torch.backends.cuda flags",
+            ),
+        )
+    group_name, world_size = "", 1
+    if context_dim is not None:
+        world_size = mesh.size(context_dim)
+        # A rank outside the mesh takes no part, and has no group.
+        if mesh.get_coordinate() is not None:
+            group_name = mesh.get_group(context_dim).group_name
+    row = shapes[1][0] * shapes[1][1] * (shapes[1][3] + shapes[2][3]) * query.dtype.itemsize
+    return Plan(
+        "cp_dispatch",
+        backend=backend,
+        schedule=schedule,
+        is_causal=call.is_causal,
+        group_name=group_name,
+        world_size=world_size,
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        key_row_bytes=row,
+    )
+
+
+def _largest_shard(tensor: DTensor, placements) -> tuple[int, ...]:
+    """Shape of the first, largest shard when placed as the query; plain ints also in a trace."""
+    shape = list(tensor.shape)
+    for size, placement in zip(tensor.device_mesh.shape, placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return tuple(map(int, shape)) if not is_tracing() else tuple(map(_hint, shape))
+
+
+def _hint(size) -> int:
+    """A size's value in a trace, without a guard: which kernel fits does not hang on it."""
+    node = getattr(size, "node", None)
+    return int(size) if node is None or not node.has_hint() else int(node.hint)
+
+
+def explain(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Plan:
+    """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
+
+    Takes the arguments of the call and returns a :class:`Plan`, which prints well. Neither
+    computes nor communicates; a call that would raise gives a plan with all the reasons.
+    """
+    from cp_dispatch.toggle import current_options
+
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
+        return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
+    return make_plan(current_options(), call)
+
+

@@ -1,0 +1,161 @@
+"""Every reason to refuse a call, each with what to do instead.
+
+The checks look at what all ranks share, so all ranks refuse alike and before any communication.
+Each function returns all the reasons that it finds, not the first.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cp_dispatch.call import Call
+from cp_dispatch.sharding import SEQUENCE_DIM
+
+_DEVICES = ("cpu", "cuda")
+
+
+def context_dims(tensor: DTensor) -> list[int]:
+    """Mesh dims over which the sequence (dim -2) is sharded, in any way."""
+    sequence = tensor.ndim - 2
+    return [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == sequence]
+
+
+def form_refusals(call: Call) -> list[str]:
+    """Arguments that are not DTensors of one mesh and dtype, on a device that is known."""
+    reasons = []
+    for name, tensor in call.tensors.items():
+        if not isinstance(tensor, DTensor):
+            reasons.append(
+                f"{name} is a {type(tensor).__name__} beside DTensors; make it a DTensor with "
+                "distribute_tensor or DTensor.from_local"
+            )
+    if reasons:
+        return reasons
+    query = call.query
+    for name in ("key", "value"):
+        tensor = getattr(call, name)
+        if tensor.device_mesh != query.device_mesh:
+            reasons.append(
+                f"{name} is on {tensor.device_mesh}, query on {query.device_mesh}; "
+                "put all on one mesh"
+            )
+        if tensor.dtype != query.dtype:
+            reasons.append(f"{name} is {tensor.dtype}, query {query.dtype}; cast to one dtype")
+    if query.device_mesh.device_type not in _DEVICES:
+        reasons.append(
+            f"the mesh is on {query.device_mesh.device_type!r}; supported are "
+            f"{', '.join(map(repr, _DEVICES))}"
+        )
+    return reasons
+
+
+def unsharded_refusals(call: Call) -> list[str]:
+    """Calls without a sharded sequence on CPU, where stock DTensor has no rule to fall back on."""
+    return [*_feature_refusals(call), *_shape_refusals(call), *_placement_refusals(call)]
+
+
+def ring_refusals(call: Call) -> list[str]:
+    """Calls with the sequence of some argument sharded."""
+    reasons = [*_feature_refusals(call), *_shape_refusals(call)]
+    where = {name: context_dims(x) for name, x in call.tensors.items()}
+    if not where["query"]:
+        sharded = ", ".join(name for name, dims in where.items() if dims)
+        reasons.append(
+            f"the sequence of {sharded} is sharded and query's is not; shard query on the same "
+            "mesh dim, or redistribute key and value to Replicate()"
+        )
+    for name, dims in where.items():
+        if len(dims) > 1:
+            reasons.append(
+                f"the sequence of {name} is sharded over {len(dims)} mesh dims; redistribute to "
+                "one of them, or flatten them into one mesh dim"
+            )
+    return [*reasons, *_placement_refusals(call)]
+
+
+def _feature_refusals(call: Call) -> list[str]:
+    reasons = []
+    if call.attn_mask is not None:
+        reasons.append("attn_mask is not supported yet; use is_causal, or no mask")
+    if call.dropout_p > 0.0:
+        reasons.append(f"dropout_p={call.dropout_p} is not supported yet; use 0.0")
+    for name, tensor in call.tensors.items():
+        if tensor.is_complex() or not tensor.is_floating_point():
+            reasons.append(f"{name} is {tensor.dtype}; cast to a real floating dtype")
+    return reasons
+
+
+def _shape_refusals(call: Call) -> list[str]:
+    query, key, value = call.query, call.key, call.value
+    if any(x.ndim != 4 for x in call.tensors.values()):
+        return [
+            f"{name} must have shape [B, H, S, D], got {list(x.shape)}; add or merge batch dims"
+            for name, x in call.tensors.items()
+            if x.ndim != 4
+        ]
+    reasons = []
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        reasons.append(
+            f"batch sizes differ: query {query.shape[0]}, key {key.shape[0]}, value "
+            f"{value.shape[0]}; expand them to one"
+        )
+    if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
+        reasons.append(
+            f"key and value must agree in heads and length, got {list(key.shape)} and "
+            f"{list(value.shape)}"
+        )
+    if query.shape[3] != key.shape[3]:
+        reasons.append(f"head dims differ: query {query.shape[3]}, key {key.shape[3]}")
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads != key_heads and key_heads != 1 and not call.enable_gqa:
+        reasons.append(
+            f"query has {heads} heads, key {key_heads}, and enable_gqa is False; pass "
+            "enable_gqa=True"
+        )
+    elif key_heads == 0 or heads % key_heads:
+        reasons.append(f"query's {heads} heads are no multiple of key's {key_heads}")
+    if query.shape[0] == 0 or query.shape[2] == 0 or key.shape[2] == 0:
+        reasons.append(
+            f"query {list(query.shape)} and key {list(key.shape)} hold nothing to attend; skip "
+            "the call"
+        )
+    return reasons
+
+
+def _placement_refusals(call: Call) -> list[str]:
+    """Placements that the rule in :mod:`cp_dispatch.sharding` would have to move data for."""
+    reasons = []
+    query, mesh = call.query, call.query.device_mesh
+    if call.key.device_mesh != mesh or call.value.device_mesh != mesh:
+        return reasons
+    grouped = query.ndim == 4 and query.shape[1] != call.key.shape[1]
+    for dim, wanted in enumerate(query.placements):
+        label = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh dim {dim}"
+        if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
+            reasons.append(
+                f"query is {wanted} on {label}; supported are Shard(0), Shard(1), Shard(2), "
+                "Replicate() and Partial()"
+            )
+            continue
+        target = wanted if isinstance(wanted, Shard) else Replicate()
+        for name in ("key", "value"):
+            placement = getattr(call, name).placements[dim]
+            if placement != target and not isinstance(placement, (Replicate, Partial)):
+                reasons.append(
+                    f"{name} is {placement} on {label} where query is {wanted}; redistribute it "
+                    f"to {target} or Replicate()"
+                )
+        if target == Shard(1) and grouped:
+            for name in ("query", "key"):
+                heads = getattr(call, name).shape[1]
+                if heads % mesh.size(dim):
+                    reasons.append(
+                        f"{name}'s {heads} heads do not divide over the {mesh.size(dim)} ranks "
+                        f"of {label}, which grouped heads need; use fewer ranks for heads"
+                    )
+    return reasons
+
+
+def _is_known(placement) -> bool:
+    # By exact type: a subclass such as _StridedShard orders rows in another way.
+    return type(placement) in (Shard, Replicate, Partial)

@@ -1,0 +1,62 @@
+"""Moving buffers between neighbours of a ring."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+class Ring:
+    """The ranks of one process group in a circle: rank r sends to r + 1, receives from r - 1.
+
+    A shift is one ``all_to_all_single`` whose splits are zero but for the neighbours. On NCCL
+    that is the same grouped send and receive as batched point-to-point calls, at the host cost
+    of one call, and it needs no extra communicator per pair of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = _communicator(group)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def shift(self, send: Tensor, receive: Tensor) -> dist.Work:
+        """Start sending ``send`` to the next rank while ``receive`` comes from the previous one.
+
+        Both are flat and contiguous, possibly empty. Every rank of the ring must call. Neither
+        buffer may be touched until ``wait()`` of the returned work; on CUDA that makes the
+        current stream wait and not the host.
+        """
+        send, receive = send.view(torch.uint8), receive.view(torch.uint8)
+        outgoing, incoming = [0] * self.world_size, [0] * self.world_size
+        outgoing[(self.rank + 1) % self.world_size] = send.numel()
+        incoming[(self.rank - 1) % self.world_size] = receive.numel()
+        return dist.all_to_all_single(
+            receive, send, incoming, outgoing, group=self.group, async_op=True
+        )
+
+
+def _communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that carries the ring's traffic.
+
+    On NCCL the ring has a communicator of its own, on a stream of high priority: one communicator
+    used from two streams, ours and that of a user's collective, can deadlock, and a hop must not
+    queue behind the kernels that it should overlap with.
+    """
+    if dist.get_backend(group) != "nccl":
+        return group
+    known = _ring_groups.get(group.group_name)
+    # Group names repeat after destroy_process_group.
+    if known is None or known[0] is not group:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc="cp_dispatch_ring",
+        )
+        known = _ring_groups[group.group_name] = (group, own)
+    return known[1]

@@ -1,0 +1,38 @@
+"""Key and value (or their gradients) as one flat buffer, so that one message carries both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Pair:
+    """How a key block ``(B, Hkv, S, D)`` and a value block ``(B, Hkv, S, Dv)`` lie in a buffer:
+    first the key, then the value, each token-major ``(B, S, Hkv, D)``."""
+
+    def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
+        self._like = key
+        self._dtype = dtype or key.dtype
+        self._dims = key.size(-1), value.size(-1)
+        self._batch, self._heads = key.size(0), key.size(1)
+
+    def numel(self, length: int) -> int:
+        return self._batch * length * self._heads * sum(self._dims)
+
+    def buffer(self, length: int) -> Tensor:
+        return self._like.new_empty(self.numel(length), dtype=self._dtype)
+
+    def views(self, buffer: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Key and value views, ``(B, Hkv, length, D)``, of the front of a buffer."""
+        cut = self._batch * length * self._heads * self._dims[0]
+        parts = buffer[:cut], buffer[cut : self.numel(length)]
+        return tuple(
+            part.view(self._batch, length, self._heads, dim).transpose(1, 2)
+            for part, dim in zip(parts, self._dims, strict=True)
+        )
+
+    def pack(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
+        """Copy one block into the front of ``buffer``."""
+        into_key, into_value = self.views(buffer, key.size(2))
+        into_key.copy_(key)
+        into_value.copy_(value)

@@ -1,0 +1,170 @@
+"""Ring attention: key/value shards travel, queries stay.
+
+After Liu et al., "Ring Attention with Blockwise Transformers" (arXiv:2310.01889). With W ranks,
+hop h finds the keys of owner ``(rank - h) % W`` on each rank::
+
+    hop      rank 0   rank 1   rank 2   rank 3
+     0         kv0      kv1      kv2      kv3     no communication
+     1         kv3      kv0      kv1      kv2
+     2         kv2      kv3      kv0      kv1
+     3         kv1      kv2      kv3      kv0
+
+Each move is posted before the current block is computed, so the two overlap. Keys stop moving
+when no later rank needs them: for a natural-order causal mask ``kv3`` never leaves rank 3 and
+nothing goes around the end of the ring.
+
+In the backward, dK/dV of an owner follow its keys one hop behind: while a rank computes its
+block, the sum so far arrives from the previous rank; the rank adds its share and passes it on,
+and the last of W moves brings it home.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cp_dispatch.backends import Backend
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.merge import OutputAccumulator
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient
+from cp_dispatch.schedules.pair import Pair
+
+
+def forward(
+    backend: Backend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    geometry: Geometry,
+    scale: float,
+    ring: Ring | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's rows over all keys.
+
+    Args:
+        query: ``(B, H, Sq, D)``, this rank's shard; key, value: ``(B, Hkv, Sk, D or Dv)``.
+        ring: the ranks that share the sequence, None for one rank.
+
+    Returns:
+        output ``(B, H, Sq, Dv)`` in query's dtype, and logsumexp ``(B, H, Sq)``.
+    """
+    rank = ring.rank if ring is not None else 0
+    world_size = geometry.world_size
+    hops = [geometry.tiles(rank, (rank - hop) % world_size) for hop in range(world_size)]
+    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)))
+    keys = TravellingKeys(key, value, geometry, ring)
+    for tiles in hops:
+        keys.post_next()
+        for tile in tiles:
+            rows = slice(tile.query_start, tile.query_start + tile.query_length)
+            columns = slice(tile.key_start, tile.key_start + tile.key_length)
+            out, lse = backend.forward(
+                query[:, :, rows],
+                keys.key[:, :, columns],
+                keys.value[:, :, columns],
+                tile.causal,
+                scale,
+            )
+            result.add(out, lse, tile.query_start)
+        keys.advance()
+    return result.finish()
+
+
+def backward(
+    backend: Backend,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    geometry: Geometry,
+    scale: float,
+    ring: Ring | None,
+    key_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of this rank's query, key and value shards.
+
+    ``key_grad=False`` computes dQ alone, and no dK/dV travel. Shapes as in :func:`forward`.
+    """
+    rank = ring.rank if ring is not None else 0
+    world_size = geometry.world_size
+    query_grad = QueryGradient(query)
+    keys = TravellingKeys(key, value, geometry, ring)
+    travelling = TravellingGradient(key, value, geometry, ring) if key_grad else None
+    for hop in range(world_size):
+        keys.post_next()
+        shares = []
+        for tile in geometry.tiles(rank, (rank - hop) % world_size):
+            rows = slice(tile.query_start, tile.query_start + tile.query_length)
+            columns = slice(tile.key_start, tile.key_start + tile.key_length)
+            dq, dk, dv = backend.backward(
+                grad_output[:, :, rows],
+                query[:, :, rows],
+                keys.key[:, :, columns],
+                keys.value[:, :, columns],
+                output[:, :, rows],
+                logsumexp[:, :, rows],
+                tile.causal,
+                scale,
+            )
+            query_grad.add(dq, tile.query_start)
+            shares.append((dk, dv, tile.key_start))
+        if travelling is not None:
+            travelling.add_and_pass_on(shares)
+        keys.advance()
+    dk, dv = travelling.finish() if travelling is not None else (None, None)
+    return query_grad.finish(), dk, dv
+
+
+class TravellingKeys:
+    """The key/value shard at hand, and the next one on its way.
+
+    Holds two buffers of one key/value shard each beside the rank's own tensors.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring | None):
+        self.key, self.value = key, value
+        self._pair = Pair(key, value)
+        self._geometry = geometry
+        self._ring = ring
+        self._hop = 0
+        self._transitions = geometry.key_transitions if ring is not None else 0
+        self._buffers: list[Tensor] = []
+        self._work = None
+
+    def post_next(self) -> None:
+        """Start the move to the next hop, if some rank still needs one."""
+        if self._hop >= self._transitions:
+            return
+        rank, previous = self._ring.rank, (self._ring.rank - 1) % self._geometry.world_size
+        if not self._buffers:
+            length = max(map(self._geometry.key_length, range(self._geometry.world_size)))
+            self._buffers = [self._pair.buffer(length) for _ in range(2)]
+            if self._leaves(rank):
+                self._pair.pack(self.key, self.value, self._buffers[0])
+        here, there = self._buffers[self._hop % 2], self._buffers[(self._hop + 1) % 2]
+        outgoing, incoming = (self._moving(r) for r in (rank, previous))
+        send, receive = here[: self._pair.numel(outgoing)], there[: self._pair.numel(incoming)]
+        self._work = self._ring.shift(send, receive)
+        self._next = there, incoming
+
+    def advance(self) -> None:
+        """Wait for the move that :meth:`post_next` started and take what came."""
+        self._hop += 1
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        self.key, self.value = self._pair.views(*self._next)
+
+    def _owner(self, rank: int) -> int:
+        return (rank - self._hop) % self._geometry.world_size
+
+    def _moving(self, rank: int) -> int:
+        """Rows that ``rank`` sends on in this move."""
+        return self._geometry.key_length(self._owner(rank)) if self._leaves(rank) else 0
+
+    def _leaves(self, rank: int) -> bool:
+        """Whether what ``rank`` holds is needed further on."""
+        return self._geometry.last_hop(self._owner(rank)) > self._hop

@@ -1,0 +1,153 @@
+"""Turning cp_dispatch on and off.
+
+Note [The override]
+~~~~~~~~~~~~~~~~~~~
+``aten::scaled_dot_product_attention`` is composite: torch runs one kernel for every dispatch
+key. While enabled, a Python kernel stands before it at the CPU and CUDA keys and at their
+autograd keys, so it sees each call once, however the function was imported. A call without
+DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
+off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
+calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
+exactly, and nothing of DTensor's own tables or caches is ever written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import composite_kernel, torch_context_parallel_is_on
+from cp_dispatch.dispatch import attend, involves_dtensor
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.options import Options, OptionStack
+
+_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+
+_lock = threading.RLock()
+_stack = OptionStack()
+_installed: list[torch.library.Library] = []
+
+
+def enable(schedule: str = "auto", layout=None) -> None:
+    """Run SDPA on sequence-sharded DTensors context-parallel, in the whole process.
+
+    Calling it again replaces the options. Inside ``with enabled(...)`` it holds until the end
+    of that block.
+
+    Args:
+        schedule: ``"auto"`` or ``"ring"``.
+        layout: None, the sequence is in natural order.
+
+    Raises:
+        ContextParallelError: an unknown option, or torch's own context-parallel dispatcher is on.
+    """
+    options = _checked(schedule, layout)
+    with _lock:
+        _stack.set(options)
+        _sync()
+
+
+def disable() -> None:
+    """Put torch back exactly as it was. Inside ``with enabled(...)``, until the block's end."""
+    with _lock:
+        _stack.set(None)
+        _sync()
+
+
+def is_enabled() -> bool:
+    """Whether a call made here and now would be handled."""
+    return _stack.current() is not None
+
+
+@contextlib.contextmanager
+def enabled(schedule: str = "auto", layout=None):
+    """:func:`enable` for the length of a ``with`` block or, as a decorator, of a function.
+
+    Blocks nest: the end of the inner one restores the outer one's options, also when it raises.
+    Several threads may each have their own block.
+    """
+    options = _checked(schedule, layout)
+    with _lock:
+        scope = _stack.push(options)
+        _sync()
+    try:
+        yield
+    finally:
+        with _lock:
+            _stack.remove(scope)
+            _sync()
+
+
+def current_options() -> Options | None:
+    """Options that hold here and now, None when off."""
+    return _stack.current()
+
+
+def _checked(schedule: str, layout) -> Options:
+    options = Options(schedule, layout)
+    if torch_context_parallel_is_on():
+        raise ContextParallelError(
+            "torch's own context-parallel dispatcher is on and would take the same calls. Leave "
+            "torch.distributed.tensor.experimental.context_parallel, or call "
+            "_disable_context_parallel_dispatcher() of torch.distributed.tensor.experimental."
+            "_context_parallel._attention, before cp_dispatch.enable()."
+        )
+    return options
+
+
+def _sync() -> None:
+    """Install or remove the override so that it is there exactly while somebody uses it."""
+    if _stack.in_use and not _installed:
+        # All fetched first: a kernel at one key changes what torch computes for the others.
+        kernels = {key: composite_kernel(key) for key in _KEYS}
+        library = torch.library.Library("aten", "IMPL")
+        for key, kernel in kernels.items():
+            library.impl(
+                "scaled_dot_product_attention", _override(kernel), key, with_keyset=True
+            )
+        torch.library.register_torch_dispatch(
+            "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
+        )
+        _installed.append(library)
+    elif _installed and not _stack.in_use:
+        _installed.pop()._destroy()
+
+
+def _override(kernel):
+    """The kernel that stands before torch's ``kernel``. See Note [The override]."""
+
+    def scaled_dot_product_attention(
+        keyset, query, key, value,
+        attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
+    ):  # fmt: skip
+        if involves_dtensor(query, key, value, attn_mask):
+            options = _stack.current()
+            if options is not None:
+                result = attend(
+                    options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+                if result is not NotImplemented:
+                    return result
+        return kernel.call_boxed(
+            keyset, query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    return scaled_dot_product_attention
+
+
+def _inference_rule(cls, func, types, args=(), kwargs=None):
+    options = _stack.current()
+    if options is None:
+        return NotImplemented
+    return _attend_from_aten(options, *args, **(kwargs or {}))
+
+
+def _attend_from_aten(
+    options, query, key, value,
+    attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
+):  # fmt: skip
+    return attend(options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
