@@ -9,7 +9,6 @@ import functools
 import torch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = [
     "DTensorSpec",
-    "FakeTensorMode",
     "OpSchema",
     "OpSpec",
     "OpStrategy",
@@ -29,12 +27,12 @@ __all__ = [
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
+    "dtensor_spec",
     "fused_sdp_choice",
     "generate_redistribute_costs",
     "get_unwrapped",
     "is_functorch_wrapped_tensor",
     "is_tracing",
-    "local_tensor",
     "local_tensor_mode",
     "register_op_strategy",
     "resolve_group",
@@ -56,9 +54,9 @@ def composite_kernel(dispatch_key: str):
     return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's shard, without autograd and without a collective."""
-    return tensor._local_tensor
+def dtensor_spec(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements, global shape, strides and dtype of a DTensor, hashable."""
+    return tensor._spec
 
 
 def local_tensor_mode() -> type | None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
-from torch.nn.attention import SDPBackend
 
-from cp_dispatch._compat import (
-    FakeTensorMode,
-    disable_current_modes,
-    fused_sdp_choice,
-    sdp_priority_order,
-)
+from cp_dispatch._compat import disable_current_modes, fused_sdp_choice, sdp_priority_order
 from cp_dispatch.backends import BACKENDS
 
 # What torch's choice returns when no backend that is switched on fits.
 _NONE_FITS = -1
+
+
+def sdp_flags() -> tuple:
+    """The switches that torch's choice listens to."""
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        sdp_priority_order(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def choose_backend(
@@ -26,8 +34,10 @@ def choose_backend(
     is_causal: bool,
     enable_gqa: bool,
     needs_grad: bool,
-) -> str | None:
-    """Name of the backend for local ``(query, key, value)`` shapes, None if torch has none.
+) -> tuple[str | None, tuple[str, ...]]:
+    """Name of the backend for local ``(query, key, value)`` shapes.
+
+    If no backend that is switched on fits: None, and torch's reasons against each.
 
     Torch is asked with its own function, so ``sdpa_kernel(...)``, the ``torch.backends.cuda``
     flags and the priority order mean what they mean on one device. The shapes are those of the
@@ -39,51 +49,42 @@ def choose_backend(
     """
     query, key, value = shapes
     square = query[2] == key[2]
-    flags = (
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        sdp_priority_order(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
     device = torch.cuda.current_device() if device_type == "cuda" else 0
-    choice = _choice(
-        query, key, value, dtype, device_type, device, is_causal and square, enable_gqa,
-        needs_grad, flags,
-    )  # fmt: skip
+    is_causal = is_causal and square
+    where = (dtype, device_type, device, is_causal)
+    choice, reasons = _choice(query, key, value, *where, enable_gqa, needs_grad, sdp_flags())
     if choice == _NONE_FITS and key[1] != query[1]:
         key, value = ((x[0], query[1], *x[2:]) for x in (key, value))
-        choice = _choice(
-            query, key, value, dtype, device_type, device, is_causal and square, False,
-            needs_grad, flags,
-        )  # fmt: skip
-    if choice == _NONE_FITS:
-        return None
-    sdp_backend = SDPBackend(choice)
+        choice, reasons = _choice(query, key, value, *where, False, needs_grad, sdp_flags())
     for name, backend in BACKENDS.items():
-        if backend.sdp_backend == sdp_backend and device_type in backend.devices:
-            return name
-    return None
+        if backend.sdp_backend.value == choice and device_type in backend.devices:
+            return name, ()
+    return None, reasons
 
 
 @functools.lru_cache(maxsize=512)
 def _choice(
     query, key, value, dtype, device_type, device, is_causal, enable_gqa, needs_grad, flags
-) -> int:
-    # Fake tensors: torch's choice looks at metadata only, and shards may be traced or empty.
-    with disable_current_modes(), FakeTensorMode():
+) -> tuple[int, tuple[str, ...]]:
+    """Torch's choice and, where nothing fits, what torch says of every backend."""
+    # Real tensors that hold one row: torch's choice looks at metadata only, but answers "math"
+    # for every fake CUDA tensor; shards may be traced, or empty on some rank.
+    with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         tensors = [
             torch.empty(
-                shape[0], shape[2], shape[1], shape[3],
-                dtype=dtype, device=torch.device(device_type, device), requires_grad=needs_grad,
-            ).transpose(1, 2)
+                shape[3],
+                dtype=dtype,
+                device=torch.device(device_type, device),
+                requires_grad=needs_grad,
+            ).expand(shape)
             for shape in (query, key, value)
-        ]  # fmt: skip
+        ]
         try:
-            return int(
-                fused_sdp_choice(*tensors, None, 0.0, is_causal, enable_gqa=enable_gqa)
+            choice = fused_sdp_choice(*tensors, None, 0.0, is_causal, enable_gqa=enable_gqa)
+        except RuntimeError as error:
+            said_of_it = (
+                str(warning.message).split(" (Triggered internally")[0] for warning in said
             )
-        except RuntimeError:
-            # Torch raises where no backend fits, after warning of every reason.
-            return _NONE_FITS
+            return _NONE_FITS, (*said_of_it, str(error).splitlines()[0])
+    return int(choice), ()

@@ -25,9 +25,7 @@ def involves_dtensor(query, key, value, attn_mask) -> bool:
     return False
 
 
-def attend(
-    options: Options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-):
+def attend(options: Options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """Run a call that involves a DTensor, or return NotImplemented to leave it to torch.
 
     Raises:
@@ -40,10 +38,19 @@ def attend(
     if plan.handler == "refused":
         raise plan.error()
     output, _ = forward_op(plan.backend)(
-        query, key, value, is_causal, scale, plan.query_length, plan.key_length,
-        plan.schedule if plan.schedule != "local" else "ring", plan.group_name,
+        query, key, value, is_causal, scale, query.shape[2], key.shape[2],
+        plan.schedule if plan.schedule != "local" else "ring", _group_name(query, plan.mesh_dim),
     )  # fmt: skip
-    return output
+    return output if output.dtype is query.dtype else output.to(query.dtype)
+
+
+def _group_name(query: DTensor, mesh_dim: int | None) -> str:
+    """The process group of the ranks that share the sequence, "" if none do."""
+    mesh = query.device_mesh
+    # A rank outside the mesh takes no part, and has no group.
+    if mesh_dim is None or mesh.get_coordinate() is None:
+        return ""
+    return mesh.get_group(mesh_dim).group_name
 
 
 def _refuse_functorch(tensor) -> None:

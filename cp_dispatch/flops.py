@@ -13,17 +13,18 @@ from cp_dispatch.backends import BACKENDS
 from cp_dispatch.ops import backward_op, forward_op
 
 
-def _forward_flops(query_shape, key_shape, value_shape, is_causal, scale, query_length,
-                   key_length, *args, **kwargs) -> int:  # fmt: skip
-    batch, heads, rows, dim = query_shape
-    return 2 * batch * heads * rows * key_length * (dim + value_shape[-1])
+def _forward_flops(query, key, value, is_causal, scale, query_length, key_length, *_, **__):
+    batch, heads, rows, dim = query
+    return 2 * batch * heads * rows * key_length * (dim + value[-1])
 
 
-def _backward_flops(grad_shape, query_shape, key_shape, value_shape, out_shape_, lse_shape,
-                    is_causal, scale, query_length, key_length, *args, **kwargs) -> int:  # fmt: skip
-    batch, heads, rows, dim = query_shape
+def _backward_flops(
+    grad_output, query, key, value, output, logsumexp,
+    is_causal, scale, query_length, key_length, *_, **__,
+):  # fmt: skip
+    batch, heads, rows, dim = query
     # Scores, dQ, dK over the head dim; dP, dV over the value's.
-    return 2 * batch * heads * rows * key_length * (3 * dim + 2 * value_shape[-1])
+    return 2 * batch * heads * rows * key_length * (3 * dim + 2 * value[-1])
 
 
 register_flop_formula([forward_op(name).overloadpacket for name in BACKENDS])(_forward_flops)

@@ -17,6 +17,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from cp_dispatch.backends import wide_dtype
+
 
 def merge_partials(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
@@ -76,10 +78,11 @@ class OutputAccumulator:
     dtype, so that a ring of W hops does W - 1 merges and no other pass over the output.
     """
 
-    def __init__(self, query: Tensor, value_dim: int, tiles: int):
+    def __init__(self, query: Tensor, value_dim: int, tiles: int, dtype: torch.dtype):
         self._like = query
+        self._dtype = dtype
         self._shape = (query.size(0), query.size(1), query.size(2), value_dim)
-        self._wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+        self._wide = wide_dtype(query.dtype)
         self._left = tiles
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -93,7 +96,7 @@ class OutputAccumulator:
             self._out, self._lse = out, lse
             return
         if whole:
-            dtype = self._like.dtype if self._left == 0 else self._wide
+            dtype = self._dtype if self._left == 0 else self._wide
             target, target_lse = self._out, self._lse
             if dtype is not self._out.dtype or self._left == 0:
                 target = token_major(*self._shape, like=self._like, dtype=dtype)
@@ -107,11 +110,11 @@ class OutputAccumulator:
         merge_partials(part, part_lse, out, lse, part, part_lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """``(output, logsumexp)``: query's dtype, token-major; float32 or float64, contiguous."""
+        """``(output, logsumexp)``: ``dtype``, token-major; float32 or float64, contiguous."""
         if self._out is None:
             self._make_wide()
         out = self._out
-        final = token_major(*self._shape, like=self._like)
+        final = token_major(*self._shape, like=self._like, dtype=self._dtype)
         if out.dtype is not final.dtype or out.stride() != final.stride():
             out = final.copy_(out)
         return out, self._lse.to(self._wide).contiguous()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
-from cp_dispatch.backends import BACKENDS, Backend
+from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import natural
 from cp_dispatch.merge import token_major
@@ -28,6 +28,8 @@ NAMESPACE = "cp_dispatch"
 #   query, grad_output, output (B, H, Sq, D), (B, H, Sq, Dv), (B, H, Sq, Dv)
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
 #   logsumexp                  (B, H, Sq), natural log, float32 (float64 for float64)
+# All in one dtype, but that output and grad_output of ring_math_attention are float32 for 16-bit
+# inputs.
 # scale None is 1 / sqrt(D). group_name "" means that this rank holds the whole sequence.
 # key_grad False: grad_key and grad_value are placeholders without meaning.
 _OPTIONS = (
@@ -57,14 +59,10 @@ def backward_op(backend: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.cp_dispatch, f"ring_{backend}_attention_backward").default
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def _ring(group_name: str) -> Ring | None:
+def _ring(group_name: str, device: torch.device) -> Ring | None:
     if not group_name:
         return None
-    ring = Ring(resolve_group(group_name))
+    ring = Ring(resolve_group(group_name), device)
     return ring if ring.world_size > 1 else None
 
 
@@ -74,7 +72,7 @@ def _define(backend: Backend) -> None:
     def forward(
         query, key, value, is_causal, scale, query_length, key_length, schedule, group_name
     ):
-        ring = _ring(group_name)
+        ring = _ring(group_name, query.device)
         geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         value_dim = value.size(-1)
@@ -88,7 +86,7 @@ def _define(backend: Backend) -> None:
         grad_output, query, key, value, output, logsumexp,
         is_causal, scale, query_length, key_length, schedule, group_name, key_grad,
     ):  # fmt: skip
-        ring = _ring(group_name)
+        ring = _ring(group_name, query.device)
         geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         dim, value_dim = query.size(-1), value.size(-1)
@@ -102,8 +100,9 @@ def _define(backend: Backend) -> None:
 
     def forward_fake(query, key, value, *options):
         batch, heads, length, _ = query.shape
-        output = token_major(batch, heads, length, value.size(-1), like=query)
-        return output, query.new_empty(query.shape[:3], dtype=_wide_dtype(query.dtype))
+        dtype = backend.output_dtype(query.dtype)
+        output = token_major(batch, heads, length, value.size(-1), like=query, dtype=dtype)
+        return output, query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
 
     def backward_fake(grad_output, query, key, value, output, logsumexp, *options):
         key_grad = options[-1]
@@ -202,9 +201,7 @@ def _refuse_double_backward(name: str):
             )
 
     def autograd_kernel(*args):
-        if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in args
-        ):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return RingAttentionBackward.apply(*args)
         with below_autograd():
             return backward_op(name)(*args)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch._compat import is_tracing
+from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.call import Call
-from cp_dispatch.choose import choose_backend
+from cp_dispatch.choose import choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Geometry, natural
 from cp_dispatch.options import Options
@@ -32,8 +32,8 @@ class Plan:
         backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``, or ``"local"`` if no rank needs another's keys.
-        group_name: process group of the ranks that share the sequence, "" if none.
-        world_size: how many they are.
+        mesh_dim: mesh dim whose ranks share the sequence, None if the schedule is ``"local"``.
+        world_size: how many ranks that are.
         query_length, key_length: global lengths in positions.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
         call: the call in words.
@@ -44,7 +44,7 @@ class Plan:
     backend: str | None = None
     schedule: str | None = None
     is_causal: bool = False
-    group_name: str = ""
+    mesh_dim: int | None = None
     world_size: int = 1
     query_length: int = 0
     key_length: int = 0
@@ -99,9 +99,43 @@ class Plan:
 
 def make_plan(options: Options | None, call: Call) -> Plan:
     """Decide about a call that involves a DTensor."""
-    plan = _decide(options, call)
-    return plan if plan.handler == "cp_dispatch" else dataclasses.replace(
-        plan, call=call.describe()
+    key = _cache_key(options, call)
+    plan = _plans.get(key) if key is not None else None
+    if plan is None:
+        plan = _decide(options, call)
+        if plan.handler == "refused":
+            return dataclasses.replace(plan, call=call.describe())
+        if key is not None:
+            if len(_plans) >= _MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+_plans: dict[tuple, Plan] = {}
+_MAX_PLANS = 1024
+
+
+def _cache_key(options: Options | None, call: Call) -> tuple | None:
+    """All that a decision looks at; None where there is no telling (in a trace, other types)."""
+    tensors = call.query, call.key, call.value
+    if is_tracing() or not all(type(x) is DTensor for x in tensors) or call.attn_mask is not None:
+        return None
+    return (
+        options,
+        *map(dtensor_spec, tensors),
+        call.dropout_p,
+        call.is_causal,
+        call.enable_gqa,
+        _needs_grad(call),
+        sdp_flags(),
+        torch.cuda.current_device() if tensors[0].is_cuda else None,
+    )
+
+
+def _needs_grad(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(
+        x.requires_grad for x in (call.query, call.key, call.value)
     )
 
 
@@ -126,15 +160,12 @@ def _decide(options: Options | None, call: Call) -> Plan:
     return _with_backend(call, schedule, context_dims(call.query)[0])
 
 
-def _with_backend(call: Call, schedule: str, context_dim: int | None) -> Plan:
+def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
     query, key, value = call.query, call.key, call.value
     mesh = query.device_mesh
     shapes = tuple(_largest_shard(x, query.placements) for x in (query, key, value))
-    needs_grad = torch.is_grad_enabled() and any(
-        x.requires_grad for x in call.tensors.values()
-    )
-    backend = choose_backend(
-        shapes, query.dtype, mesh.device_type, call.is_causal, call.enable_gqa, needs_grad
+    backend, against = choose_backend(
+        shapes, query.dtype, mesh.device_type, call.is_causal, call.enable_gqa, _needs_grad(call)
     )
     if backend is None:
         return Plan(
@@ -143,22 +174,17 @@ def _with_backend(call: Call, schedule: str, context_dim: int | None) -> Plan:
                 f"no backend that is switched on takes local shards of shapes {shapes} in "
                 f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
                 "torch.backends.cuda flags",
+                *against,
             ),
         )
-    group_name, world_size = "", 1
-    if context_dim is not None:
-        world_size = mesh.size(context_dim)
-        # A rank outside the mesh takes no part, and has no group.
-        if mesh.get_coordinate() is not None:
-            group_name = mesh.get_group(context_dim).group_name
     row = shapes[1][0] * shapes[1][1] * (shapes[1][3] + shapes[2][3]) * query.dtype.itemsize
     return Plan(
         "cp_dispatch",
         backend=backend,
         schedule=schedule,
         is_causal=call.is_causal,
-        group_name=group_name,
-        world_size=world_size,
+        mesh_dim=mesh_dim,
+        world_size=1 if mesh_dim is None else mesh.size(mesh_dim),
         query_length=query.shape[2],
         key_length=key.shape[2],
         key_row_bytes=row,
@@ -200,6 +226,5 @@ def explain(
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    return make_plan(current_options(), call)
-
-
+    plan = make_plan(current_options(), call)
+    return dataclasses.replace(plan, call=call.describe())

@@ -105,9 +105,7 @@ def _sync() -> None:
         kernels = {key: composite_kernel(key) for key in _KEYS}
         library = torch.library.Library("aten", "IMPL")
         for key, kernel in kernels.items():
-            library.impl(
-                "scaled_dot_product_attention", _override(kernel), key, with_keyset=True
-            )
+            library.impl("scaled_dot_product_attention", _override(kernel), key, with_keyset=True)
         torch.library.register_torch_dispatch(
             "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
         )

@@ -4,7 +4,7 @@ To add a backend, write a module with a :class:`Backend` and name it in ``BACKEN
 fakes, autograd and DTensor rules follow from the entry.
 """
 
-from cp_dispatch.backends.base import Backend
+from cp_dispatch.backends.base import Backend, wide_dtype
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.backends.cudnn import Cudnn
 from cp_dispatch.backends.efficient import Efficient
@@ -15,4 +15,4 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Flash(), Efficient(), Cudnn(), CpuFlash(), Math())
 }
 
-__all__ = ["BACKENDS", "Backend"]
+__all__ = ["BACKENDS", "Backend", "wide_dtype"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -25,6 +26,8 @@ class Backend:
     devices: ClassVar[tuple[str, ...]]
     #: The head dim is padded with zeros to a multiple of this, as torch does for the kernel.
     head_dim_multiple: ClassVar[int] = 1
+    #: Whether the op's output is float32 for 16-bit inputs, see :meth:`output_dtype`.
+    wide_output: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
 
@@ -56,9 +59,7 @@ class Backend:
         block's share exact on its own.
         """
         if self.grouped_heads:
-            return self._backward(
-                grad_output, query, key, value, output, logsumexp, causal, scale
-            )
+            return self._backward(grad_output, query, key, value, output, logsumexp, causal, scale)
         groups = query.size(1) // key.size(1)
         wide_key, wide_value = repeat_heads(key, groups), repeat_heads(value, groups)
         dq, dk, dv = self._backward(
@@ -66,16 +67,32 @@ class Backend:
         )
         return dq, sum_heads(dk, groups), sum_heads(dv, groups)
 
+    def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the op's output for inputs of ``dtype``.
+
+        Of the inputs, unless rounding the output before the backward would cost accuracy that
+        the kernel has on one device; then the caller casts, after what autograd saves.
+        """
+        return wide_dtype(dtype) if self.wide_output else dtype
+
     def pad(self, tensor: Tensor) -> Tensor:
-        """Zeros after the head dim up to the kernel's multiple; the tensor itself if none."""
+        """The tensor as kernels take it: head dim with stride 1, and zeros after it up to the
+        kernel's multiple. The tensor itself if it is so already."""
         missing = -tensor.size(-1) % self.head_dim_multiple
-        return F.pad(tensor, (0, missing)) if missing else tensor
+        if missing:
+            return F.pad(tensor, (0, missing))
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
     def _forward(self, query, key, value, causal, scale):
         raise NotImplementedError
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
         raise NotImplementedError
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over blocks are kept, and the logsumexp."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def repeat_heads(tensor: Tensor, groups: int) -> Tensor:

@@ -9,11 +9,12 @@ from cp_dispatch.backends.base import Backend
 
 class Math(Backend):
     """Computes in float32 for 16-bit inputs, as torch's math kernel does, and in the inputs'
-    dtype otherwise; partial outputs and gradients stay in that wide dtype."""
+    dtype otherwise; outputs, and partial gradients, stay in that wide dtype."""
 
     name = "math"
     sdp_backend = SDPBackend.MATH
     devices = ("cpu", "cuda")
+    wide_output = True
     grouped_heads = False
 
     def _forward(self, query, key, value, causal, scale):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,12 +18,33 @@ class Ring:
     A shift is one ``all_to_all_single`` whose splits are zero but for the neighbours. On NCCL
     that is the same grouped send and receive as batched point-to-point calls, at the host cost
     of one call, and it needs no extra communicator per pair of ranks.
+
+    On CUDA shifts go to a stream of their own. A shift waits for the work that was queued before
+    :meth:`mark` and not for what came after, so the host can launch a kernel first and the shift
+    that overlaps with it second, and the GPU does not idle while the host prepares the shift.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = _communicator(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.stream = _side_stream(device.index) if device.type == "cuda" else None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """This point of the current stream, for :meth:`after`; None on CPU, which runs in order."""
+        if self.stream is None:
+            return None
+        return torch.cuda.current_stream().record_event()
+
+    @contextlib.contextmanager
+    def after(self, mark: torch.cuda.Event | None):
+        """Inside, copies and shifts wait for the work before ``mark`` alone."""
+        if mark is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(mark)
+            yield
 
     def shift(self, send: Tensor, receive: Tensor) -> dist.Work:
         """Start sending ``send`` to the next rank while ``receive`` comes from the previous one.
@@ -36,6 +60,11 @@ class Ring:
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )
+
+
+@functools.cache
+def _side_stream(device_index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device_index, priority=-1)
 
 
 def _communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:

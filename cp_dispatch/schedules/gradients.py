@@ -5,49 +5,63 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.pair import Pair
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 class QueryGradient:
-    """dQ of this rank's rows. The first share is kept as the kernel made it."""
+    """dQ of this rank's rows, from ``shares`` shares.
 
-    def __init__(self, query: Tensor):
+    The first share is kept as the kernel made it and the last addition writes the final dtype.
+    """
+
+    def __init__(self, query: Tensor, shares: int):
         self._query = query
+        self._left = shares
         self._sum: Tensor | None = None
 
     def add(self, share: Tensor, start: int) -> None:
+        self._left -= 1
         whole = share.size(2) == self._query.size(2)
         if self._sum is None and whole:
             self._sum = share
             return
-        wide = wide_dtype(self._query.dtype)
-        if self._sum is None:
-            self._sum = token_major(*self._query.shape, like=self._query, dtype=wide).zero_()
-        elif self._sum.dtype is not wide:
-            first = self._sum
-            self._sum = token_major(*self._query.shape, like=self._query, dtype=wide).copy_(first)
-        self._sum[:, :, start : start + share.size(2)].add_(share)
+        self._widen()
+        rows = slice(start, start + share.size(2))
+        if whole and self._left == 0:
+            self._sum = torch.add(self._sum, share, out=self._final())
+        else:
+            self._sum[:, :, rows].add_(share)
 
     def finish(self) -> Tensor:
-        final = token_major(*self._query.shape, like=self._query)
+        """The sum in query's dtype, token-major."""
         if self._sum is None:
-            return final.zero_()
+            return self._final().zero_()
+        final = self._final()
         if self._sum.dtype is final.dtype and self._sum.stride() == final.stride():
             return self._sum
         return final.copy_(self._sum)
+
+    def _final(self) -> Tensor:
+        return token_major(*self._query.shape, like=self._query)
+
+    def _widen(self) -> None:
+        wide = wide_dtype(self._query.dtype)
+        if self._sum is not None and self._sum.dtype is wide:
+            return
+        first = self._sum
+        self._sum = token_major(*self._query.shape, like=self._query, dtype=wide)
+        self._sum.zero_() if first is None else self._sum.copy_(first)
 
 
 class TravellingGradient:
     """dK and dV of the keys at hand: received, added to, passed on.
 
-    Holds two buffers of one key/value shard each, in float32 whatever the inputs' dtype.
+    Holds two buffers of one key/value shard each, in float32 for 16-bit inputs too. Only the
+    last move, home, carries the inputs' dtype: nothing is added after it.
     """
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring | None):
@@ -60,49 +74,61 @@ class TravellingGradient:
         length = max(map(geometry.key_length, range(geometry.world_size)))
         self._buffers = [self._pair.buffer(length) for _ in range(2 if ring is not None else 1)]
 
-    def add_and_pass_on(self, shares: list[tuple[Tensor, Tensor, int]]) -> None:
-        """Add this rank's ``(dk, dv, first key row)`` shares and send the sum to the next rank."""
+    def add(self, shares: list[tuple[Tensor, Tensor, int]]) -> None:
+        """Wait for the sum so far and add this rank's ``(dk, dv, first key row)`` shares."""
         if self._work is not None:
             self._work.wait()
-        at_hand = self._sum_of(self._rank)
-        dk, dv = self._pair.views(at_hand, self._length(self._rank))
-        for index, (share_dk, share_dv, start) in enumerate(shares):
+        length = self._length(self._rank)
+        dk, dv = self._pair.views(self._buffer(), length)
+        begins = self._hop == 0
+        if begins and not (shares and shares[0][0].size(2) == length):
+            self._buffer()[: self._pair.numel(length)].zero_()
+            begins = False
+        for share_dk, share_dv, start in shares:
             rows = slice(start, start + share_dk.size(2))
-            first = self._hop == 0 and index == 0
-            if first and share_dk.size(2) == dk.size(2):
+            if begins:
                 dk.copy_(share_dk)
                 dv.copy_(share_dv)
-                continue
-            if first:
-                at_hand.zero_()
-            dk[:, :, rows].add_(share_dk)
-            dv[:, :, rows].add_(share_dv)
-        if self._hop == 0 and not shares:
-            at_hand.zero_()
+                begins = False
+            else:
+                dk[:, :, rows].add_(share_dk)
+                dv[:, :, rows].add_(share_dv)
+
+    def pass_on(self) -> None:
+        """Start sending the sum to the next rank, while that of the next keys comes."""
         if self._ring is None:
             return
-        arriving = self._sum_of((self._rank - 1) % self._geometry.world_size, moved=True)
-        self._work = self._ring.shift(at_hand, arriving)
+        world_size = self._geometry.world_size
+        send = self._buffer()[: self._pair.numel(self._length(self._rank))]
+        receive = self._buffer(1)[: self._pair.numel(self._length((self._rank - 1) % world_size))]
+        if self._hop == world_size - 1 and self._key.dtype is not self._pair.dtype:
+            # The free buffer, seen in the narrow dtype, has room for what comes and what goes.
+            free = self._buffer(1).view(self._key.dtype)
+            receive, narrow = free[: receive.numel()], free[free.numel() - send.numel() :]
+            send = narrow.copy_(send)
+        with self._ring.after(self._ring.mark()):
+            self._work = self._ring.shift(send, receive)
         self._hop += 1
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, in their dtype, token-major."""
-        if self._work is not None:
+        buffer = self._buffer()
+        if self._ring is not None:
             self._work.wait()
-        grads = []
-        views = self._pair.views(self._sum_of(self._rank), self._length(self._rank))
-        for like, grad in zip((self._key, self._value), views, strict=True):
-            grads.append(token_major(*like.shape, like=like).copy_(grad))
-        return tuple(grads)
+            buffer = buffer.view(self._key.dtype)
+        views = self._pair.views(buffer, self._length(self._rank))
+        return tuple(
+            token_major(*like.shape, like=like).copy_(grad)
+            for like, grad in zip((self._key, self._value), views, strict=True)
+        )
 
     @property
     def _rank(self) -> int:
         return self._ring.rank if self._ring is not None else 0
 
-    def _sum_of(self, rank: int, moved: bool = False) -> Tensor:
-        """The buffer part for what ``rank`` holds now, here or (``moved``) after its move."""
-        buffer = self._buffers[(self._hop + moved) % len(self._buffers)]
-        return buffer[: self._pair.numel(self._length(rank))]
+    def _buffer(self, moves: int = 0) -> Tensor:
+        """The buffer in use at this hop, or ``moves`` hops on."""
+        return self._buffers[(self._hop + moves) % len(self._buffers)]
 
     def _length(self, rank: int) -> int:
         """Rows of the keys that ``rank`` has at hand."""

@@ -12,7 +12,7 @@ class Pair:
 
     def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
         self._like = key
-        self._dtype = dtype or key.dtype
+        self.dtype = dtype or key.dtype
         self._dims = key.size(-1), value.size(-1)
         self._batch, self._heads = key.size(0), key.size(1)
 
@@ -20,7 +20,7 @@ class Pair:
         return self._batch * length * self._heads * sum(self._dims)
 
     def buffer(self, length: int) -> Tensor:
-        return self._like.new_empty(self.numel(length), dtype=self._dtype)
+        return self._like.new_empty(self.numel(length), dtype=self.dtype)
 
     def views(self, buffer: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Key and value views, ``(B, Hkv, length, D)``, of the front of a buffer."""

@@ -9,7 +9,7 @@ hop h finds the keys of owner ``(rank - h) % W`` on each rank::
      2         kv2      kv3      kv0      kv1
      3         kv1      kv2      kv3      kv0
 
-Each move is posted before the current block is computed, so the two overlap. Keys stop moving
+Each move starts with the current block, so the two overlap. Keys stop moving
 when no later rank needs them: for a natural-order causal mask ``kv3`` never leaves rank 3 and
 nothing goes around the end of the ring.
 
@@ -19,6 +19,8 @@ and the last of W moves brings it home.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 from torch import Tensor
 
@@ -46,27 +48,27 @@ def forward(
         ring: the ranks that share the sequence, None for one rank.
 
     Returns:
-        output ``(B, H, Sq, Dv)`` in query's dtype, and logsumexp ``(B, H, Sq)``.
+        output ``(B, H, Sq, Dv)`` in the backend's output dtype, and logsumexp ``(B, H, Sq)``.
     """
     rank = ring.rank if ring is not None else 0
     world_size = geometry.world_size
     hops = [geometry.tiles(rank, (rank - hop) % world_size) for hop in range(world_size)]
-    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)))
+    dtype = backend.output_dtype(query.dtype)
+    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype)
     keys = TravellingKeys(key, value, geometry, ring)
     for tiles in hops:
-        keys.post_next()
-        for tile in tiles:
-            rows = slice(tile.query_start, tile.query_start + tile.query_length)
-            columns = slice(tile.key_start, tile.key_start + tile.key_length)
-            out, lse = backend.forward(
-                query[:, :, rows],
-                keys.key[:, :, columns],
-                keys.value[:, :, columns],
-                tile.causal,
-                scale,
-            )
-            result.add(out, lse, tile.query_start)
-        keys.advance()
+        with keys.moving_on():
+            for tile in tiles:
+                rows = slice(tile.query_start, tile.query_start + tile.query_length)
+                columns = slice(tile.key_start, tile.key_start + tile.key_length)
+                out, lse = backend.forward(
+                    query[:, :, rows],
+                    keys.key[:, :, columns],
+                    keys.value[:, :, columns],
+                    tile.causal,
+                    scale,
+                )
+                result.add(out, lse, tile.query_start)
     return result.finish()
 
 
@@ -89,30 +91,32 @@ def backward(
     """
     rank = ring.rank if ring is not None else 0
     world_size = geometry.world_size
-    query_grad = QueryGradient(query)
+    hops = [geometry.tiles(rank, (rank - hop) % world_size) for hop in range(world_size)]
+    query_grad = QueryGradient(query, sum(map(len, hops)))
     keys = TravellingKeys(key, value, geometry, ring)
     travelling = TravellingGradient(key, value, geometry, ring) if key_grad else None
-    for hop in range(world_size):
-        keys.post_next()
+    for tiles in hops:
         shares = []
-        for tile in geometry.tiles(rank, (rank - hop) % world_size):
-            rows = slice(tile.query_start, tile.query_start + tile.query_length)
-            columns = slice(tile.key_start, tile.key_start + tile.key_length)
-            dq, dk, dv = backend.backward(
-                grad_output[:, :, rows],
-                query[:, :, rows],
-                keys.key[:, :, columns],
-                keys.value[:, :, columns],
-                output[:, :, rows],
-                logsumexp[:, :, rows],
-                tile.causal,
-                scale,
-            )
-            query_grad.add(dq, tile.query_start)
-            shares.append((dk, dv, tile.key_start))
+        with keys.moving_on():
+            for tile in tiles:
+                rows = slice(tile.query_start, tile.query_start + tile.query_length)
+                columns = slice(tile.key_start, tile.key_start + tile.key_length)
+                dq, dk, dv = backend.backward(
+                    grad_output[:, :, rows],
+                    query[:, :, rows],
+                    keys.key[:, :, columns],
+                    keys.value[:, :, columns],
+                    output[:, :, rows],
+                    logsumexp[:, :, rows],
+                    tile.causal,
+                    scale,
+                )
+                query_grad.add(dq, tile.query_start)
+                shares.append((dk, dv, tile.key_start))
+            if travelling is not None:
+                travelling.add(shares)
         if travelling is not None:
-            travelling.add_and_pass_on(shares)
-        keys.advance()
+            travelling.pass_on()
     dk, dv = travelling.finish() if travelling is not None else (None, None)
     return query_grad.finish(), dk, dv
 
@@ -130,33 +134,40 @@ class TravellingKeys:
         self._ring = ring
         self._hop = 0
         self._transitions = geometry.key_transitions if ring is not None else 0
-        self._buffers: list[Tensor] = []
-        self._work = None
+        # Taken from the current stream's memory, also when the side stream fills them: the
+        # current stream has waited for every move before they are given back.
+        length = max(map(geometry.key_length, range(geometry.world_size)))
+        self._buffers = [self._pair.buffer(length) for _ in range(2 if self._transitions else 0)]
 
-    def post_next(self) -> None:
-        """Start the move to the next hop, if some rank still needs one."""
+    @contextlib.contextmanager
+    def moving_on(self):
+        """Inside, compute with ``key`` and ``value``; meanwhile the shard of the next hop comes,
+        if some rank still needs one, and is at hand afterwards."""
         if self._hop >= self._transitions:
+            yield
+            self._hop += 1
             return
+        mark = self._ring.mark()
+        if mark is None:
+            work, there, length = self._post()
+            yield
+        else:
+            yield
+            with self._ring.after(mark):
+                work, there, length = self._post()
+        work.wait()
+        self.key, self.value = self._pair.views(there, length)
+        self._hop += 1
+
+    def _post(self):
+        """Start the move to the next hop: its work, where it arrives, and how many rows."""
         rank, previous = self._ring.rank, (self._ring.rank - 1) % self._geometry.world_size
-        if not self._buffers:
-            length = max(map(self._geometry.key_length, range(self._geometry.world_size)))
-            self._buffers = [self._pair.buffer(length) for _ in range(2)]
-            if self._leaves(rank):
-                self._pair.pack(self.key, self.value, self._buffers[0])
         here, there = self._buffers[self._hop % 2], self._buffers[(self._hop + 1) % 2]
+        if self._hop == 0 and self._leaves(rank):
+            self._pair.pack(self.key, self.value, here)
         outgoing, incoming = (self._moving(r) for r in (rank, previous))
         send, receive = here[: self._pair.numel(outgoing)], there[: self._pair.numel(incoming)]
-        self._work = self._ring.shift(send, receive)
-        self._next = there, incoming
-
-    def advance(self) -> None:
-        """Wait for the move that :meth:`post_next` started and take what came."""
-        self._hop += 1
-        if self._work is None:
-            return
-        self._work.wait()
-        self._work = None
-        self.key, self.value = self._pair.views(*self._next)
+        return self._ring.shift(send, receive), there, incoming
 
     def _owner(self, rank: int) -> int:
         return (rank - self._hop) % self._geometry.world_size

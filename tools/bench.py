@@ -1,0 +1,332 @@
+"""Time sharded attention: this project, torch's own context parallel and stock DTensor, in one run.
+
+    torchrun --nproc-per-node 4 tools/bench.py --tokens 8192 --backend cudnn --backend flash
+
+Every implementation gets the same DTensors and the same ``F.scaled_dot_product_attention``
+call. "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same kernel in
+the same run; 100% means that nothing was lost by distributing. Times are CUDA events (host clock
+on CPU), the median of rounds, and the slowest rank counts. With ``--steps 1`` each round starts
+on idle GPUs and pays for the host's latency; more steps a round let the host run ahead, as it
+does in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import pathlib
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cp_dispatch
+from cp_dispatch.backends import BACKENDS
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+FLOP_FORMULA = "4 * B * H * S * S * D forward, 2.5 times that backward; halved for causal"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", action="append", choices=KERNELS)
+    parser.add_argument("--tokens", type=int, action="append", help="per rank")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="back to back in a timed round")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--skip", action="append", default=[], help="an implementation to skip")
+    parser.add_argument("--profile", action="store_true", help="kernel time by kind, rank 0")
+    parser.add_argument("--out", type=pathlib.Path, help="write rows as JSON here")
+    return parser.parse_args()
+
+
+class Problem:
+    """One shape: local shards and the whole sequence's tensors, made on demand."""
+
+    def __init__(self, args, tokens: int, mesh):
+        self.args, self.tokens, self.mesh = args, tokens, mesh
+        self.world_size = mesh.size()
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device()
+                                   if mesh.device_type == "cuda" else 0)  # fmt: skip
+        self.dtype = getattr(torch, args.dtype)
+
+    def tensors(self, length: int) -> list[torch.Tensor]:
+        """query, key, value, grad_output ``(B, H, length, D)``, token-major in memory."""
+        heads, key_heads = self.args.heads
+        return [
+            torch.randn(self.args.batch, length, h, self.args.head_dim,
+                        device=self.device, dtype=self.dtype).transpose(1, 2)
+            for h in (heads, key_heads, key_heads, heads)
+        ]  # fmt: skip
+
+    def call(self, query, key, value):
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.args.causal, enable_gqa=gqa
+        )
+
+    def flops(self, backward: bool) -> float:
+        length = self.tokens * self.world_size
+        forward = 4 * self.args.batch * self.args.heads[0] * length**2 * self.args.head_dim
+        return forward * (3.5 if backward else 1) * (0.5 if self.args.causal else 1)
+
+
+# Each implementation: problem -> (inputs, grad_output, call). Entered as a context.
+@contextlib.contextmanager
+def one_device(problem: Problem):
+    *inputs, grad = problem.tensors(problem.tokens * problem.world_size)
+    yield inputs, grad, problem.call
+
+
+def _sharded(problem: Problem):
+    *inputs, grad = (
+        DTensor.from_local(x, problem.mesh, [Shard(2)], run_check=False)
+        for x in problem.tensors(problem.tokens)
+    )
+    return inputs, grad, problem.call
+
+
+@contextlib.contextmanager
+def stock(problem: Problem):
+    yield _sharded(problem)
+
+
+@contextlib.contextmanager
+def ours(problem: Problem, schedule: str):
+    with cp_dispatch.enabled(schedule=schedule):
+        yield _sharded(problem)
+
+
+@contextlib.contextmanager
+def torch_cp(problem: Problem, rotate_method: str):
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+
+    torch_cp._cp_options.enable_load_balance = False
+    torch_cp.set_rotate_method(rotate_method)
+    torch_cp._enable_context_parallel_dispatcher()
+    try:
+        yield _sharded(problem)
+    finally:
+        torch_cp._disable_context_parallel_dispatcher()
+
+
+IMPLEMENTATIONS = {
+    "one device": one_device,
+    "cp_dispatch ring": lambda p: ours(p, "ring"),
+    "torch cp allgather": lambda p: torch_cp(p, "allgather"),
+    "torch cp alltoall": lambda p: torch_cp(p, "alltoall"),
+    "stock DTensor": stock,
+}
+
+
+def steps(problem: Problem, inputs, grad, call):
+    """The forward step and the forward-and-backward step as functions."""
+
+    def forward():
+        with torch.no_grad():
+            return call(*inputs)
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def both():
+        out = call(*leaves)
+        go = grad
+        if isinstance(out, DTensor) and out.placements != grad.placements:
+            go = grad.redistribute(placements=out.placements)
+        return torch.autograd.grad(out, leaves, go)
+
+    return {"fwd": forward, "fwd+bwd": both}
+
+
+def measure(step, args, cuda: bool) -> dict:
+    """Seconds (median of rounds, worst rank), host seconds and peak extra memory in MiB."""
+    for _ in range(args.warmup):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    times, host = [], []
+    for _ in range(args.rounds):
+        dist.barrier()
+        if cuda:
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+        begin = time.perf_counter()
+        for _ in range(args.steps):
+            result = step()
+        host.append((time.perf_counter() - begin) / args.steps)
+        if cuda:
+            end.record()
+            end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / args.steps if cuda else host[-1])
+        del result
+    extra = (torch.cuda.max_memory_allocated() - before) / 2**20 if cuda else 0.0
+    row = torch.tensor([statistics.median(times), statistics.median(host), extra],
+                       device="cuda" if cuda else "cpu", dtype=torch.float64)  # fmt: skip
+    dist.all_reduce(row, dist.ReduceOp.MAX)
+    return dict(zip(("seconds", "host_seconds", "extra_mib"), row.tolist(), strict=True))
+
+
+def kernel_time(problem: Problem, backend: str, args) -> dict:
+    """The block kernels of a full (not causal) ring back to back: no merge, no communication."""
+    kernel = BACKENDS[backend]
+    query, key, value, grad = problem.tensors(problem.tokens)
+    scale = problem.args.head_dim**-0.5
+
+    def forward():
+        return [kernel.forward(query, key, value, False, scale) for _ in range(problem.world_size)]
+
+    def both():
+        out, lse = forward()[0]
+        for _ in range(problem.world_size):
+            kernel.backward(grad, query, key, value, out, lse, False, scale)
+
+    return {"fwd": measure(forward, args, True), "fwd+bwd": measure(both, args, True)}
+
+
+def profile_step(step) -> dict[str, float]:
+    """Milliseconds of GPU kernels of one step on this rank, by kind."""
+    from torch.profiler import ProfilerActivity, profile
+
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        step()
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = {}
+    for event in trace.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        name = event.name.lower()
+        if "nccl" in name:
+            kind = "communication"
+        elif "merge" in name:
+            kind = "merge"
+        elif any(word in name for word in ("flash", "fmha", "cudnn", "sdpa")):
+            kind = "attention"
+        elif "memcpy" in name or "memset" in name or "copy" in name:
+            kind = "copies"
+        else:
+            kind = "other"
+        kinds[kind] = kinds.get(kind, 0.0) + event.device_time / 1e3
+    return kinds
+
+
+def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
+    rows, alone = [], {}
+    shape = {
+        "backend": backend,
+        "tokens_per_rank": problem.tokens,
+        "ranks": problem.world_size,
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "batch": args.batch,
+        "causal": args.causal,
+        "dtype": args.dtype,
+        "steps": args.steps,
+    }
+    for name, implementation in IMPLEMENTATIONS.items():
+        if name in args.skip:
+            continue
+        for mode in ("fwd", "fwd+bwd"):
+            row = shape | {"implementation": name, "mode": mode}
+            try:
+                with sdpa_kernel(KERNELS[backend]), implementation(problem) as parts:
+                    step = steps(problem, *parts)[mode]
+                    row |= measure(step, args, cuda)
+                    if args.profile and cuda and name.startswith("cp_dispatch"):
+                        row["kernel_ms"] = profile_step(step)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                row["error"] = " ".join(str(error).split())[:160]
+            if "seconds" in row:
+                if name == "one device":
+                    alone[mode] = row["seconds"]
+                row["tflops_per_rank"] = (
+                    problem.flops(mode != "fwd") / problem.world_size / row["seconds"] / 1e12
+                )
+                if name == "one device":
+                    row["tflops_per_rank"] *= problem.world_size
+                elif mode in alone:
+                    row["kept"] = alone[mode] / problem.world_size / row["seconds"]
+            rows.append(row)
+            if cuda:
+                torch.cuda.empty_cache()
+    if cuda and not args.causal:
+        for mode, row in kernel_time(problem, backend, args).items():
+            row = shape | {"implementation": "block kernels alone", "mode": mode} | row
+            row["kept"] = alone[mode] / problem.world_size / row["seconds"]
+            rows.append(row)
+    return rows
+
+
+def show(row: dict) -> str:
+    text = f"{row['tokens_per_rank']:7d} {row['backend']:9s} {row['mode']:8s} "
+    text += f"{row['implementation']:20s} "
+    if "error" in row:
+        return text + row["error"]
+    text += f"{row['seconds'] * 1e3:9.3f} ms"
+    if "kept" in row:
+        text += f"  kept {row['kept'] * 100:5.1f}%"
+    if "tflops_per_rank" in row:
+        text += f"  {row['tflops_per_rank']:6.1f} TFLOP/s"
+    text += f"  host {row['host_seconds'] * 1e3:6.3f} ms  extra {row['extra_mib']:7.0f} MiB"
+    for kind, value in row.get("kernel_ms", {}).items():
+        text += f"\n{'':48s}{kind}: {value:.3f} ms"
+    return text
+
+
+def main() -> None:
+    args = parse()
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank()
+    if cuda:
+        torch.cuda.set_device(rank)
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    torch.manual_seed(rank)
+    card = torch.cuda.get_device_name() if cuda else "cpu"
+    if rank == 0:
+        print(f"{card} x {mesh.size()}, torch {torch.__version__}, FLOPs: {FLOP_FORMULA}")
+    rows = []
+    for tokens in args.tokens or [8192]:
+        for backend in args.backend or ["flash"]:
+            rows += run_point(Problem(args, tokens, mesh), backend, args, cuda)
+            if rank == 0:
+                print("\n".join(show(row) for row in rows[-2 * len(IMPLEMENTATIONS) - 2 :]
+                                if row["tokens_per_rank"] == tokens
+                                and row["backend"] == backend), flush=True)  # fmt: skip
+    if rank == 0 and args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "card": card,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "date": datetime.date.today().isoformat(),
+            "flop_formula": FLOP_FORMULA,
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
