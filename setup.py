@@ -1,0 +1,62 @@
+"""Builds the optional extension `cp_dispatch._C`; everything else is in pyproject.toml."""
+
+import os
+import shutil
+from pathlib import Path
+
+from setuptools import setup
+
+
+def pure_python(reason: str) -> dict:
+    print(f"cp_dispatch: installing without the C++ extension ({reason})")
+    return {}
+
+
+def extension() -> dict:
+    if os.environ.get("CP_DISPATCH_BUILD_EXT", "1") == "0":
+        return pure_python("CP_DISPATCH_BUILD_EXT=0")
+    here = Path(__file__).parent
+    sources, cuda_sources = (
+        sorted(str(p.relative_to(here)) for p in here.glob(f"csrc/{pattern}"))
+        for pattern in ("*.cpp", "*.cu")
+    )
+    if not sources:
+        return pure_python("csrc/ has no sources")
+    try:
+        import torch
+        from torch.utils.cpp_extension import (
+            CUDA_HOME,
+            BuildExtension,
+            CppExtension,
+            CUDAExtension,
+            get_cxx_compiler,
+        )
+    except Exception as error:
+        return pure_python(f"torch cannot be imported: {error}")
+    compiler = get_cxx_compiler()
+    if shutil.which(compiler.split()[0]) is None:
+        return pure_python(f"no C++ compiler: {compiler}")
+
+    class OptionalBuild(BuildExtension):
+        def run(self) -> None:
+            try:
+                super().run()
+            except Exception as error:  # a build that fails must not fail the installation
+                pure_python(f"the build failed: {error}")
+
+    with_cuda = bool(cuda_sources and torch.version.cuda and CUDA_HOME)
+    flags = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # stable ABI of torch 2.10
+    ext = (CUDAExtension if with_cuda else CppExtension)(
+        "cp_dispatch._C",
+        sources + (cuda_sources if with_cuda else []),
+        extra_compile_args={"cxx": [*flags, "-DPy_LIMITED_API=0x030a0000"], "nvcc": flags},
+        py_limited_api=True,
+    )
+    return {
+        "ext_modules": [ext],
+        "cmdclass": {"build_ext": OptionalBuild},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+setup(**extension())

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Lint and test a checkout: bash tools/test.sh [pytest arguments]. See tools/env.sh for variables.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+setup_env "test,hf"
+cd "$REPO"
+say "ruff check"
+"$PYTHON" -m ruff check .
+say "ruff format --check"
+"$PYTHON" -m ruff format --check .
+say "pytest $*"
+"$PYTHON" -m pytest "$@"
