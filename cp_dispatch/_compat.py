@@ -7,14 +7,23 @@ may import a name that torch marks as private.
 import functools
 
 import torch
+import torch.distributed as dist
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+)
+from torch.distributed.tensor._ops.utils import (
+    generate_redistribute_costs,
+    register_op_strategy,
+)
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -23,6 +32,7 @@ __all__ = [
     "OpSpec",
     "OpStrategy",
     "RuntimeSchemaInfo",
+    "all_gather_single",
     "below_autograd",
     "composite_kernel",
     "cudnn_logsumexp_ndim",
@@ -39,6 +49,9 @@ __all__ = [
     "sdp_priority_order",
     "torch_context_parallel_is_on",
 ]
+
+# all_gather_into_tensor until torch 2.12, which deprecates that name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 fused_sdp_choice = torch._fused_sdp_choice
 

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import NamedTuple
 
 import torch
 
-from cp_dispatch._compat import disable_current_modes, fused_sdp_choice, sdp_priority_order
+from cp_dispatch._compat import (
+    disable_current_modes,
+    fused_sdp_choice,
+    sdp_priority_order,
+)
 from cp_dispatch.backends import BACKENDS
 
+_ONLY_MATH = (
+    "a mask that needs a gradient, or of another floating dtype than the query, needs the math "
+    "backend, which is switched off"
+)
 # What torch's choice returns when no backend that is switched on fits.
 _NONE_FITS = -1
+
+
+class Mask(NamedTuple):
+    """What torch's choice depends on in a mask: ``shape`` is that of one hop's part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
 
 
 def sdp_flags() -> tuple:
@@ -34,6 +51,7 @@ def choose_backend(
     is_causal: bool,
     enable_gqa: bool,
     needs_grad: bool,
+    mask: Mask | None = None,
 ) -> tuple[str | None, tuple[str, ...]]:
     """Name of the backend for local ``(query, key, value)`` shapes.
 
@@ -51,7 +69,10 @@ def choose_backend(
     square = query[2] == key[2]
     device = torch.cuda.current_device() if device_type == "cuda" else 0
     is_causal = is_causal and square
-    where = (dtype, device_type, device, is_causal)
+    if mask is not None and (mask.needs_grad or mask.dtype not in (torch.bool, dtype)):
+        # Of our backends only math gives the gradient of a bias, or takes a wider one.
+        return ("math", ()) if torch.backends.cuda.math_sdp_enabled() else (None, (_ONLY_MATH,))
+    where = (dtype, device_type, device, is_causal, mask)
     choice, reasons = _choice(query, key, value, *where, enable_gqa, needs_grad, sdp_flags())
     if choice == _NONE_FITS and key[1] != query[1]:
         key, value = ((x[0], query[1], *x[2:]) for x in (key, value))
@@ -64,12 +85,26 @@ def choose_backend(
 
 @functools.lru_cache(maxsize=512)
 def _choice(
-    query, key, value, dtype, device_type, device, is_causal, enable_gqa, needs_grad, flags
+    query,
+    key,
+    value,
+    dtype,
+    device_type,
+    device,
+    is_causal,
+    mask,
+    enable_gqa,
+    needs_grad,
+    flags,
 ) -> tuple[int, tuple[str, ...]]:
     """Torch's choice and, where nothing fits, what torch says of every backend."""
     # Real tensors that hold one row: torch's choice looks at metadata only, but answers "math"
     # for every fake CUDA tensor; shards may be traced, or empty on some rank.
-    with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings(record=True) as said:
+    with (
+        disable_current_modes(),
+        torch.enable_grad(),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         tensors = [
             torch.empty(
@@ -80,8 +115,12 @@ def _choice(
             ).expand(shape)
             for shape in (query, key, value)
         ]
+        attn_mask = None
         try:
-            choice = fused_sdp_choice(*tensors, None, 0.0, is_causal, enable_gqa=enable_gqa)
+            if mask is not None:
+                row = torch.empty(mask.shape[-1], dtype=mask.dtype, device=tensors[0].device)
+                attn_mask = row.expand(mask.shape)
+            choice = fused_sdp_choice(*tensors, attn_mask, 0.0, is_causal, enable_gqa=enable_gqa)
         except RuntimeError as error:
             said_of_it = (
                 str(warning.message).split(" (Triggered internally")[0] for warning in said

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch._compat import get_unwrapped, is_functorch_wrapped_tensor
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.ops import forward_op
 from cp_dispatch.options import Options
 from cp_dispatch.plan import make_plan
@@ -25,23 +26,36 @@ def involves_dtensor(query, key, value, attn_mask) -> bool:
     return False
 
 
-def attend(options: Options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+def attend(
+    options: Options,
+    query,
+    key,
+    value,
+    attn_mask,
+    dropout_p,
+    is_causal,
+    scale,
+    enable_gqa,
+):
     """Run a call that involves a DTensor, or return NotImplemented to leave it to torch.
 
     Raises:
         ContextParallelError: the call is not supported; nothing was sent.
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = four_dims(call)
     plan = make_plan(options, call)
     if plan.handler == "stock":
         return NotImplemented
     if plan.handler == "refused":
         raise plan.error()
     output, _ = forward_op(plan.backend)(
-        query, key, value, is_causal, scale, query.shape[2], key.shape[2],
+        call.query, call.key, call.value, call.attn_mask, is_causal, scale,
+        call.query.shape[2], call.key.shape[2],
         plan.schedule if plan.schedule != "local" else "ring", _group_name(query, plan.mesh_dim),
     )  # fmt: skip
-    return output if output.dtype is query.dtype else output.to(query.dtype)
+    output = output if output.dtype is query.dtype else output.to(query.dtype)
+    return like_query(output, query)
 
 
 def _group_name(query: DTensor, mesh_dim: int | None) -> str:

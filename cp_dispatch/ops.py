@@ -13,11 +13,13 @@ import math
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor.experimental import (
+    implicit_replication as plain_is_replicated,
+)
 
 from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
 from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import natural
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
@@ -27,13 +29,14 @@ NAMESPACE = "cp_dispatch"
 # Shapes, for a rank that owns Sq of query_length rows and Sk of key_length keys:
 #   query, grad_output, output (B, H, Sq, D), (B, H, Sq, Dv), (B, H, Sq, Dv)
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
+#   attn_mask                  (B or 1, H or 1, Sq or 1, key_length or 1), bool or a bias
 #   logsumexp                  (B, H, Sq), natural log, float32 (float64 for float64)
 # All in one dtype, but that output and grad_output of ring_math_attention are float32 for 16-bit
 # inputs.
 # scale None is 1 / sqrt(D). group_name "" means that this rank holds the whole sequence.
-# key_grad False: grad_key and grad_value are placeholders without meaning.
+# key_grad False: grad_key and grad_value are placeholders without meaning; mask_grad likewise.
 _OPTIONS = (
-    "bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
+    "Tensor? attn_mask, bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
     "str schedule, str group_name"
 )
 FORWARD_SCHEMA = (
@@ -42,8 +45,8 @@ FORWARD_SCHEMA = (
 )
 BACKWARD_SCHEMA = (
     "ring_{}_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value,"
-    f" Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad)"
-    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    f" Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad, bool mask_grad)"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)"
 )
 
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -70,33 +73,48 @@ def _define(backend: Backend) -> None:
     """Define both ops of one backend."""
 
     def forward(
-        query, key, value, is_causal, scale, query_length, key_length, schedule, group_name
-    ):
+        query, key, value, attn_mask,
+        is_causal, scale, query_length, key_length, schedule, group_name,
+    ):  # fmt: skip
         ring = _ring(group_name, query.device)
-        geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
+        how = SCHEDULES[schedule]
+        world_size = ring.world_size if ring else 1
+        geometry = how.geometry(query_length, key_length, world_size, is_causal)
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
         value_dim = value.size(-1)
         query, key, value = map(backend.pad, (query, key, value))
-        output, logsumexp = SCHEDULES[schedule].forward(
-            backend, query, key, value, geometry, scale, ring
+        output, logsumexp = how.forward(
+            backend, query, key, value, attn_mask, geometry, scale, ring
         )
         return _unpad(output, value_dim), logsumexp
 
     def backward(
-        grad_output, query, key, value, output, logsumexp,
-        is_causal, scale, query_length, key_length, schedule, group_name, key_grad,
+        grad_output, query, key, value, output, logsumexp, attn_mask,
+        is_causal, scale, query_length, key_length, schedule, group_name, key_grad, mask_grad,
     ):  # fmt: skip
         ring = _ring(group_name, query.device)
-        geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
+        how = SCHEDULES[schedule]
+        world_size = ring.world_size if ring else 1
+        geometry = how.geometry(query_length, key_length, world_size, is_causal)
         scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        dim, value_dim = query.size(-1), value.size(-1)
         padded = map(backend.pad, (grad_output, query, key, value, output))
-        dq, dk, dv = SCHEDULES[schedule].backward(
-            backend, *padded, logsumexp, geometry, scale, ring, key_grad
+        dq, dk, dv, dmask = how.backward(
+            backend,
+            *padded,
+            logsumexp,
+            attn_mask,
+            geometry,
+            scale,
+            ring,
+            key_grad,
+            mask_grad,
         )
-        if not key_grad:
-            return _unpad(dq, dim), _placeholder(key), _placeholder(value)
-        return _unpad(dq, dim), _unpad(dk, dim), _unpad(dv, value_dim)
+        return (
+            _unpad(dq, query.size(-1)),
+            _unpad(dk, key.size(-1)) if key_grad else _placeholder(key),
+            _unpad(dv, value.size(-1)) if key_grad else _placeholder(value),
+            dmask.to(attn_mask.dtype) if mask_grad else _no_mask_grad(attn_mask, query),
+        )
 
     def forward_fake(query, key, value, *options):
         batch, heads, length, _ = query.shape
@@ -104,12 +122,14 @@ def _define(backend: Backend) -> None:
         output = token_major(batch, heads, length, value.size(-1), like=query, dtype=dtype)
         return output, query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
 
-    def backward_fake(grad_output, query, key, value, output, logsumexp, *options):
-        key_grad = options[-1]
-        grad_query = token_major(*query.shape, like=query)
-        if not key_grad:
-            return grad_query, _placeholder(key), _placeholder(value)
-        return grad_query, token_major(*key.shape, like=key), token_major(*value.shape, like=value)
+    def backward_fake(grad_output, query, key, value, output, logsumexp, attn_mask, *options):
+        key_grad, mask_grad = options[-2:]
+        return (
+            token_major(*query.shape, like=query),
+            token_major(*key.shape, like=key) if key_grad else _placeholder(key),
+            token_major(*value.shape, like=value) if key_grad else _placeholder(value),
+            attn_mask.new_empty(attn_mask.shape) if mask_grad else _no_mask_grad(attn_mask, query),
+        )
 
     for schema, kernel, fake in (
         (FORWARD_SCHEMA, forward, forward_fake),
@@ -141,15 +161,19 @@ def _placeholder(like: Tensor) -> Tensor:
     return like.new_empty(1).expand(like.shape)
 
 
+def _no_mask_grad(attn_mask: Tensor | None, query: Tensor) -> Tensor:
+    return _placeholder(attn_mask) if attn_mask is not None else query.new_empty(0)
+
+
 def _autograd(name: str):
     """The Autograd kernel of a forward op: autograd of DTensors and of plain tensors alike."""
 
     class RingAttention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value, *options):
-            with below_autograd():
-                output, logsumexp = forward_op(name)(query, key, value, *options)
-            ctx.save_for_backward(query, key, value, output, logsumexp)
+        def forward(ctx, query, key, value, attn_mask, *options):
+            with below_autograd(), plain_is_replicated():
+                output, logsumexp = forward_op(name)(query, key, value, attn_mask, *options)
+            ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask)
             ctx.options = options
             ctx.mark_non_differentiable(logsumexp)
             ctx.set_materialize_grads(False)
@@ -158,26 +182,32 @@ def _autograd(name: str):
         @staticmethod
         def backward(ctx, grad_output, _):
             if grad_output is None:
-                return (None,) * (3 + len(ctx.options))
-            needs_query, needs_key, needs_value = ctx.needs_input_grad[:3]
-            grads = backward_op(name)(
-                grad_output, *ctx.saved_tensors, *ctx.options, needs_key or needs_value
-            )
-            needs = (needs_query, needs_key, needs_value)
+                return (None,) * (4 + len(ctx.options))
+            needs = ctx.needs_input_grad[:4]
+            with plain_is_replicated():
+                grads = backward_op(name)(
+                    grad_output,
+                    *ctx.saved_tensors,
+                    *ctx.options,
+                    needs[1] or needs[2],
+                    needs[3],
+                )
             return (
                 *(g if need else None for g, need in zip(grads, needs, strict=True)),
                 *(None,) * len(ctx.options),
             )
 
-    def autograd_kernel(query, key, value, *options):
-        if torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        ):
-            return RingAttention.apply(query, key, value, *options)
-        with below_autograd():
-            return forward_op(name)(query, key, value, *options)
+    def autograd_kernel(*args):
+        if torch.is_grad_enabled() and _any_needs_grad(args):
+            return RingAttention.apply(*args)
+        with below_autograd(), plain_is_replicated():
+            return forward_op(name)(*args)
 
     return autograd_kernel
+
+
+def _any_needs_grad(args: tuple) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 def _refuse_double_backward(name: str):
@@ -201,7 +231,7 @@ def _refuse_double_backward(name: str):
             )
 
     def autograd_kernel(*args):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        if torch.is_grad_enabled() and _any_needs_grad(args):
             return RingAttentionBackward.apply(*args)
         with below_autograd():
             return backward_op(name)(*args)

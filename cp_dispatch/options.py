@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules import CHOICES
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Options:
     """What ``enable`` was told.
 
     Attributes:
-        schedule: ``"auto"`` or a name in ``SCHEDULES``.
+        schedule: ``"auto"`` or one of ``CHOICES``.
         layout: None, the sequence is in natural order.
     """
 
@@ -22,7 +22,7 @@ class Options:
     layout: None = None
 
     def __post_init__(self):
-        choices = ("auto", *SCHEDULES)
+        choices = ("auto", *CHOICES)
         if self.schedule not in choices:
             raise ContextParallelError(
                 f"schedule must be one of {', '.join(map(repr, choices))}, got {self.schedule!r}"

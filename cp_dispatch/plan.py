@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.call import Call
-from cp_dispatch.choose import choose_backend, sdp_flags
+from cp_dispatch.choose import Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Geometry, natural
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.normalize import four_dims
 from cp_dispatch.options import Options
 from cp_dispatch.refusal import (
     context_dims,
@@ -21,6 +22,8 @@ from cp_dispatch.refusal import (
     ring_refusals,
     unsharded_refusals,
 )
+from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.sharding import SEQUENCE_DIM, target_placements
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Plan:
         handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
         backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
-        schedule: ``"ring"``, or ``"local"`` if no rank needs another's keys.
+        schedule: ``"ring"``; ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs
+            to move; ``"local"`` if the sequence is not sharded.
         mesh_dim: mesh dim whose ranks share the sequence, None if the schedule is ``"local"``.
         world_size: how many ranks that are.
         query_length, key_length: global lengths in positions.
@@ -54,10 +58,14 @@ class Plan:
 
     @property
     def geometry(self) -> Geometry:
-        return natural(self.query_length, self.key_length, self.world_size, self.is_causal)
+        return SCHEDULES[self.schedule].geometry(
+            self.query_length, self.key_length, self.world_size, self.is_causal
+        )
 
     def bytes_sent(self, rank: int) -> int:
         """Bytes of keys and values that ``rank`` sends in a forward."""
+        if self.schedule != "ring":
+            return 0
         geometry = self.geometry
         return self.key_row_bytes * sum(
             geometry.key_length(owner)
@@ -88,11 +96,10 @@ class Plan:
         if self.schedule != "local":
             lines.append("  rank  hops computed/skipped  MiB sent (forward)")
             for rank in range(self.world_size):
-                computed = sum(
-                    bool(self.geometry.tiles(rank, owner)) for owner in range(self.world_size)
-                )
+                owners = range(self.world_size) if self.schedule == "ring" else (rank,)
+                computed = sum(bool(self.geometry.tiles(rank, owner)) for owner in owners)
                 sent = self.bytes_sent(rank) / 2**20
-                skipped = self.world_size - computed
+                skipped = len(owners) - computed
                 lines.append(f"  {rank:4d}  {computed:13d}/{skipped:<7d}  {sent:18.3f}")
         return "\n".join([*lines, why] if why else lines)
 
@@ -119,11 +126,15 @@ _MAX_PLANS = 1024
 def _cache_key(options: Options | None, call: Call) -> tuple | None:
     """All that a decision looks at; None where there is no telling (in a trace, other types)."""
     tensors = call.query, call.key, call.value
-    if is_tracing() or not all(type(x) is DTensor for x in tensors) or call.attn_mask is not None:
+    if is_tracing() or not all(type(x) is DTensor for x in tensors):
+        return None
+    mask = call.attn_mask
+    if mask is not None and type(mask) is not DTensor:
         return None
     return (
         options,
         *map(dtensor_spec, tensors),
+        None if mask is None else (dtensor_spec(mask), mask.requires_grad),
         call.dropout_p,
         call.is_causal,
         call.enable_gqa,
@@ -135,7 +146,7 @@ def _cache_key(options: Options | None, call: Call) -> tuple | None:
 
 def _needs_grad(call: Call) -> bool:
     return torch.is_grad_enabled() and any(
-        x.requires_grad for x in (call.query, call.key, call.value)
+        x.requires_grad for x in (call.query, call.key, call.value, call.attn_mask) if x is not None
     )
 
 
@@ -156,16 +167,40 @@ def _decide(options: Options | None, call: Call) -> Plan:
     refusals = ring_refusals(call)
     if refusals:
         return Plan("refused", reasons=tuple(refusals))
-    schedule = "ring" if options.schedule == "auto" else options.schedule
-    return _with_backend(call, schedule, context_dims(call.query)[0])
+    return _with_backend(call, *_schedule(options, call))
+
+
+def _schedule(options: Options, call: Call) -> tuple[str, int]:
+    """The schedule's name and the mesh dim whose ranks share the sequence."""
+    targets = target_placements(*(x.placements for x in call.tensors.values()))
+    sequence = Shard(SEQUENCE_DIM)
+    for dim, (query, key) in enumerate(zip(*targets, strict=True)):
+        if query == key == sequence:
+            return ("ring" if options.schedule == "auto" else options.schedule), dim
+        if query == sequence:
+            return "replicated_keys", dim
+        if key == sequence:
+            return "replicated_queries", dim
+    raise AssertionError("a call without a sharded sequence has no schedule")
 
 
 def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
     query, key, value = call.query, call.key, call.value
     mesh = query.device_mesh
-    shapes = tuple(_largest_shard(x, query.placements) for x in (query, key, value))
+    query_target, key_target = target_placements(*(x.placements for x in (query, key, value)))
+    shapes = (
+        _largest_shard(query, query_target),
+        _largest_shard(key, key_target),
+        _largest_shard(value, key_target),
+    )
     backend, against = choose_backend(
-        shapes, query.dtype, mesh.device_type, call.is_causal, call.enable_gqa, _needs_grad(call)
+        shapes,
+        query.dtype,
+        mesh.device_type,
+        call.is_causal,
+        call.enable_gqa,
+        _needs_grad(call),
+        _mask(call, shapes),
     )
     if backend is None:
         return Plan(
@@ -189,6 +224,17 @@ def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
         key_length=key.shape[2],
         key_row_bytes=row,
     )
+
+
+def _mask(call: Call, shapes) -> Mask | None:
+    """The mask beside the largest shards of query and key."""
+    mask = call.attn_mask
+    if mask is None:
+        return None
+    query, key, _ = shapes
+    full = (*query[:3], key[2])
+    shape = tuple(1 if size == 1 else n for size, n in zip(mask.shape, full, strict=True))
+    return Mask(shape, mask.dtype, torch.is_grad_enabled() and mask.requires_grad)
 
 
 def _largest_shard(tensor: DTensor, placements) -> tuple[int, ...]:
@@ -226,5 +272,5 @@ def explain(
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    plan = make_plan(current_options(), call)
+    plan = make_plan(current_options(), four_dims(call))
     return dataclasses.replace(plan, call=call.describe())

@@ -125,7 +125,15 @@ def _override(kernel):
             options = _stack.current()
             if options is not None:
                 result = attend(
-                    options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                    options,
+                    query,
+                    key,
+                    value,
+                    attn_mask,
+                    dropout_p,
+                    is_causal,
+                    scale,
+                    enable_gqa,
                 )
                 if result is not NotImplemented:
                     return result

@@ -28,19 +28,34 @@ class Backend:
     head_dim_multiple: ClassVar[int] = 1
     #: Whether the op's output is float32 for 16-bit inputs, see :meth:`output_dtype`.
     wide_output: ClassVar[bool] = False
+    #: Whether the kernel gives the gradient of a bias.
+    mask_gradient: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """One block: partial output ``(B, H, Sq, Dv)`` and its logsumexp ``(B, H, Sq)``."""
-        if self.grouped_heads:
-            return self._forward(query, key, value, causal, scale)
-        groups = query.size(1) // key.size(1)
-        return self._forward(
-            query, repeat_heads(key, groups), repeat_heads(value, groups), causal, scale
-        )
+        """One block: partial output ``(B, H, Sq, Dv)`` and its logsumexp ``(B, H, Sq)``.
+
+        ``mask`` is boolean (True takes part) or a bias added to the scaled scores, and
+        broadcasts to ``(B, H, Sq, Sk)``. Never together with ``causal``.
+        """
+        bias = self._bias(mask, query.dtype)
+        key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        out, lse = self._forward(query, key, value, bias, causal, scale)
+        if mask is not None:
+            # Kernels differ on rows that see no key; the merge wants 0 and -inf.
+            blind = ~_visible(mask)
+            out = out.masked_fill(blind, 0.0)
+            lse = lse.masked_fill(blind.squeeze(-1), -torch.inf)
+        return out, lse
 
     def backward(
         self,
@@ -50,22 +65,36 @@ class Backend:
         value: Tensor,
         output: Tensor,
         logsumexp: Tensor,
+        mask: Tensor | None,
         causal: bool,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One block's share of dQ, dK and dV.
+        mask_grad: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """One block's share of dQ, dK, dV and, if asked for, of the bias.
 
         ``output`` and ``logsumexp`` are those of the rows over *all* keys, which makes every
-        block's share exact on its own.
+        block's share exact on its own. The share of the bias is ``(B, H, Sq, Sk)``.
         """
-        if self.grouped_heads:
-            return self._backward(grad_output, query, key, value, output, logsumexp, causal, scale)
-        groups = query.size(1) // key.size(1)
-        wide_key, wide_value = repeat_heads(key, groups), repeat_heads(value, groups)
-        dq, dk, dv = self._backward(
-            grad_output, query, wide_key, wide_value, output, logsumexp, causal, scale
+        bias = self._bias(mask, query.dtype)
+        if mask is not None:
+            # exp(score - inf) is 0 for the rows that see no key at all; score + inf would be NaN.
+            logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
+        groups = 1 if self.grouped_heads else query.size(1) // key.size(1)
+        key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        dq, dk, dv, *rest = self._backward(
+            grad_output, query, key, value, output, logsumexp, bias, causal, scale
         )
-        return dq, sum_heads(dk, groups), sum_heads(dv, groups)
+        dbias = rest[0] if mask_grad else None
+        return dq, sum_heads(dk, groups), sum_heads(dv, groups), dbias
+
+    def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
+        groups = 1 if self.grouped_heads else query.size(1) // tensor.size(1)
+        return repeat_heads(tensor, groups)
+
+    def _bias(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if mask is None or mask.dtype is not torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the op's output for inputs of ``dtype``.
@@ -83,16 +112,22 @@ class Backend:
             return F.pad(tensor, (0, missing))
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
-    def _forward(self, query, key, value, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale):
         raise NotImplementedError
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         raise NotImplementedError
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over blocks are kept, and the logsumexp."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """Rows that see at least one key of the block, with a last dim of 1."""
+    seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+    return seen.any(-1, keepdim=True)
 
 
 def repeat_heads(tensor: Tensor, groups: int) -> Tensor:

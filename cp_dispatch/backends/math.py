@@ -15,29 +15,36 @@ class Math(Backend):
     sdp_backend = SDPBackend.MATH
     devices = ("cpu", "cuda")
     wide_output = True
+    mask_gradient = True
     grouped_heads = False
 
-    def _forward(self, query, key, value, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale):
         query, key, value = _widen(query, key, value)
-        scores = _scores(query, key, causal, scale)
+        scores = _scores(query, key, bias, causal, scale)
         logsumexp = torch.logsumexp(scores, dim=-1)
         return torch.exp(scores - logsumexp.unsqueeze(-1)) @ value, logsumexp
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         grad_output, query, key, value, output = _widen(grad_output, query, key, value, output)
-        probability = torch.exp(_scores(query, key, causal, scale) - logsumexp.unsqueeze(-1))
+        probability = torch.exp(_scores(query, key, bias, causal, scale) - logsumexp.unsqueeze(-1))
         grad_value = probability.mT @ grad_output
         correction = (grad_output * output).sum(-1, keepdim=True)
         grad_scores = probability * (grad_output @ value.mT - correction)
-        return (grad_scores @ key) * scale, (grad_scores.mT @ query) * scale, grad_value
+        grad_query, grad_key = (
+            (grad_scores @ key) * scale,
+            (grad_scores.mT @ query) * scale,
+        )
+        return grad_query, grad_key, grad_value, grad_scores
 
 
 def _widen(*tensors: Tensor) -> list[Tensor]:
     return [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
     scores = (query * scale) @ key.mT
+    if bias is not None:
+        scores = scores + bias
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)

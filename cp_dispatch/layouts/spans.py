@@ -45,6 +45,9 @@ class Tile(NamedTuple):
     key_start: int
     key_length: int
     causal: bool
+    #: Global position of the first row and of the first key.
+    query_position: int
+    key_position: int
 
 
 def chunk_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
@@ -102,7 +105,9 @@ def natural(query_length: int, key_length: int, world_size: int, causal: bool) -
 @functools.lru_cache(maxsize=256)
 def _natural(query_length: int, key_length: int, world_size: int, causal: bool) -> Geometry:
     return Geometry(
-        chunk_spans(query_length, world_size), chunk_spans(key_length, world_size), causal
+        chunk_spans(query_length, world_size),
+        chunk_spans(key_length, world_size),
+        causal,
     )
 
 
@@ -120,22 +125,28 @@ def _tiles(geometry: Geometry, rank: int, owner: int) -> tuple[Tile, ...]:
 
 
 def _span_tiles(query: Span, query_start: int, key: Span, key_start: int, causal: bool):
+    def tile(row: int, rows: int, column: int, columns: int, is_causal: bool) -> Tile:
+        return Tile(
+            query_start + row, rows, key_start + column, columns, is_causal,
+            query.position + row, key.position + column,
+        )  # fmt: skip
+
     if not causal:
-        yield Tile(query_start, query.length, key_start, key.length, False)
+        yield tile(0, query.length, 0, key.length, False)
         return
     # Keys before the first query are seen by every row.
     before = min(max(query.position - key.position, 0), key.length)
     if before:
-        yield Tile(query_start, query.length, key_start, before, False)
+        yield tile(0, query.length, 0, before, False)
     # Rows before the first remaining key see none of the rest.
     skipped = max(key.position + before - query.position, 0)
     rows, columns = query.length - skipped, key.length - before
     if rows <= 0 or columns <= 0:
         return
     side = min(rows, columns)
-    yield Tile(query_start + skipped, side, key_start + before, side, True)
+    yield tile(skipped, side, before, side, True)
     if rows > side:
-        yield Tile(query_start + skipped + side, rows - side, key_start + before, side, False)
+        yield tile(skipped + side, rows - side, before, side, False)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -104,7 +104,10 @@ class TravellingGradient:
         if self._hop == world_size - 1 and self._key.dtype is not self._pair.dtype:
             # The free buffer, seen in the narrow dtype, has room for what comes and what goes.
             free = self._buffer(1).view(self._key.dtype)
-            receive, narrow = free[: receive.numel()], free[free.numel() - send.numel() :]
+            receive, narrow = (
+                free[: receive.numel()],
+                free[free.numel() - send.numel() :],
+            )
             send = narrow.copy_(send)
         with self._ring.after(self._ring.mark()):
             self._work = self._ring.shift(send, receive)
