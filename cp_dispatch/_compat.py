@@ -41,8 +41,10 @@ __all__ = [
     "fused_sdp_choice",
     "generate_redistribute_costs",
     "get_unwrapped",
+    "group_name",
     "is_functorch_wrapped_tensor",
     "is_tracing",
+    "local_tensor",
     "local_tensor_mode",
     "register_op_strategy",
     "resolve_group",
@@ -70,6 +72,16 @@ def composite_kernel(dispatch_key: str):
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:
     """Mesh, placements, global shape, strides and dtype of a DTensor, hashable."""
     return tensor._spec
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's shard, without autograd and without a collective."""
+    return tensor._local_tensor
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which :func:`resolve_group` finds a group."""
+    return group.group_name
 
 
 def local_tensor_mode() -> type | None:

@@ -15,10 +15,6 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.backends import BACKENDS
 
-_ONLY_MATH = (
-    "a mask that needs a gradient, or of another floating dtype than the query, needs the math "
-    "backend, which is switched off"
-)
 # What torch's choice returns when no backend that is switched on fits.
 _NONE_FITS = -1
 
@@ -29,6 +25,18 @@ class Mask(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+
+
+def _needs_math(mask: Mask | None, dtype: torch.dtype, dropout_p: float) -> tuple[str, ...]:
+    """Why only our math backend can do it, if so."""
+    reasons = []
+    if dropout_p > 0.0:
+        reasons.append("math: the coins of dropout belong to (query, key) pairs, not to a kernel")
+    if mask is not None and mask.needs_grad:
+        reasons.append("math: only it gives the gradient of a bias")
+    if mask is not None and mask.dtype not in (torch.bool, dtype):
+        reasons.append(f"math: only it takes a {mask.dtype} bias beside {dtype}")
+    return tuple(reasons)
 
 
 def sdp_flags() -> tuple:
@@ -52,6 +60,7 @@ def choose_backend(
     enable_gqa: bool,
     needs_grad: bool,
     mask: Mask | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[str | None, tuple[str, ...]]:
     """Name of the backend for local ``(query, key, value)`` shapes.
 
@@ -69,9 +78,10 @@ def choose_backend(
     square = query[2] == key[2]
     device = torch.cuda.current_device() if device_type == "cuda" else 0
     is_causal = is_causal and square
-    if mask is not None and (mask.needs_grad or mask.dtype not in (torch.bool, dtype)):
-        # Of our backends only math gives the gradient of a bias, or takes a wider one.
-        return ("math", ()) if torch.backends.cuda.math_sdp_enabled() else (None, (_ONLY_MATH,))
+    only_math = _needs_math(mask, dtype, dropout_p)
+    if only_math:
+        on = torch.backends.cuda.math_sdp_enabled()
+        return ("math", only_math) if on else (None, (*only_math, "and math is switched off"))
     where = (dtype, device_type, device, is_causal, mask)
     choice, reasons = _choice(query, key, value, *where, enable_gqa, needs_grad, sdp_flags())
     if choice == _NONE_FITS and key[1] != query[1]:

@@ -13,16 +13,19 @@ import math
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import (
     implicit_replication as plain_is_replicated,
 )
 
 from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
 from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
+from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.job import Job
 
 NAMESPACE = "cp_dispatch"
 
@@ -33,11 +36,14 @@ NAMESPACE = "cp_dispatch"
 #   logsumexp                  (B, H, Sq), natural log, float32 (float64 for float64)
 # All in one dtype, but that output and grad_output of ring_math_attention are float32 for 16-bit
 # inputs.
-# scale None is 1 / sqrt(D). group_name "" means that this rank holds the whole sequence.
+# scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
+# whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
+# int64; dropout_origin is [first batch row, first head, number of heads] in global terms.
 # key_grad False: grad_key and grad_value are placeholders without meaning; mask_grad likewise.
 _OPTIONS = (
-    "Tensor? attn_mask, bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
-    "str schedule, str group_name"
+    "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] dropout_origin, "
+    "bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
+    "str schedule, int[] ring_shape, str group_name"
 )
 FORWARD_SCHEMA = (
     f"ring_{{}}_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS})"
@@ -48,6 +54,9 @@ BACKWARD_SCHEMA = (
     f" Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad, bool mask_grad)"
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)"
 )
+
+# Where the schedule is among the arguments after logsumexp, or after value in a forward.
+_SCHEDULE = 8
 
 library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -62,53 +71,44 @@ def backward_op(backend: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.cp_dispatch, f"ring_{backend}_attention_backward").default
 
 
-def _ring(group_name: str, device: torch.device) -> Ring | None:
-    if not group_name:
-        return None
-    ring = Ring(resolve_group(group_name), device)
-    return ring if ring.world_size > 1 else None
+def _job(
+    backend, query, attn_mask, dropout_seed, dropout_p, dropout_origin,
+    is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
+) -> Job:  # fmt: skip
+    ring = Ring(resolve_group(group_name), query.device) if group_name else None
+    if ring is not None and ring.world_size == 1:
+        ring = None
+    dropout = None
+    if dropout_seed is not None:
+        dropout = Dropout(dropout_p, dropout_seed, *dropout_origin, query_length)
+    return Job(
+        backend,
+        SCHEDULES[schedule].geometry(query_length, key_length, ring_shape, is_causal),
+        1 / math.sqrt(query.size(-1)) if scale is None else scale,
+        ring,
+        attn_mask,
+        dropout,
+    )
 
 
 def _define(backend: Backend) -> None:
     """Define both ops of one backend."""
 
-    def forward(
-        query, key, value, attn_mask,
-        is_causal, scale, query_length, key_length, schedule, group_name,
-    ):  # fmt: skip
-        ring = _ring(group_name, query.device)
-        how = SCHEDULES[schedule]
-        world_size = ring.world_size if ring else 1
-        geometry = how.geometry(query_length, key_length, world_size, is_causal)
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    def forward(query, key, value, *options):
+        job = _job(backend, query, *options)
         value_dim = value.size(-1)
         query, key, value = map(backend.pad, (query, key, value))
-        output, logsumexp = how.forward(
-            backend, query, key, value, attn_mask, geometry, scale, ring
-        )
+        schedule = SCHEDULES[options[_SCHEDULE]]
+        output, logsumexp = schedule.forward(job, query, key, value)
         return _unpad(output, value_dim), logsumexp
 
-    def backward(
-        grad_output, query, key, value, output, logsumexp, attn_mask,
-        is_causal, scale, query_length, key_length, schedule, group_name, key_grad, mask_grad,
-    ):  # fmt: skip
-        ring = _ring(group_name, query.device)
-        how = SCHEDULES[schedule]
-        world_size = ring.world_size if ring else 1
-        geometry = how.geometry(query_length, key_length, world_size, is_causal)
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    def backward(grad_output, query, key, value, output, logsumexp, *options):
+        *options, key_grad, mask_grad = options
+        job = _job(backend, query, *options)
         padded = map(backend.pad, (grad_output, query, key, value, output))
-        dq, dk, dv, dmask = how.backward(
-            backend,
-            *padded,
-            logsumexp,
-            attn_mask,
-            geometry,
-            scale,
-            ring,
-            key_grad,
-            mask_grad,
-        )
+        schedule = SCHEDULES[options[_SCHEDULE]]
+        dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+        attn_mask = options[0]
         return (
             _unpad(dq, query.size(-1)),
             _unpad(dk, key.size(-1)) if key_grad else _placeholder(key),
@@ -170,10 +170,11 @@ def _autograd(name: str):
 
     class RingAttention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value, attn_mask, *options):
+        def forward(ctx, query, key, value, attn_mask, dropout_seed, *options):
+            tensors = query, key, value, attn_mask, dropout_seed
             with below_autograd(), plain_is_replicated():
-                output, logsumexp = forward_op(name)(query, key, value, attn_mask, *options)
-            ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask)
+                output, logsumexp = forward_op(name)(*tensors, *options)
+            ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask, dropout_seed)
             ctx.options = options
             ctx.mark_non_differentiable(logsumexp)
             ctx.set_materialize_grads(False)
@@ -181,21 +182,18 @@ def _autograd(name: str):
 
         @staticmethod
         def backward(ctx, grad_output, _):
+            rest = (None,) * (1 + len(ctx.options))
             if grad_output is None:
-                return (None,) * (4 + len(ctx.options))
+                return (None,) * 4 + rest
             needs = ctx.needs_input_grad[:4]
             with plain_is_replicated():
                 grads = backward_op(name)(
-                    grad_output,
-                    *ctx.saved_tensors,
-                    *ctx.options,
-                    needs[1] or needs[2],
-                    needs[3],
+                    grad_output, *ctx.saved_tensors, *ctx.options, needs[1] or needs[2], needs[3]
                 )
-            return (
-                *(g if need else None for g, need in zip(grads, needs, strict=True)),
-                *(None,) * len(ctx.options),
-            )
+            grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
+            if needs[3]:
+                grads[3] = _placed_like(grads[3], ctx.saved_tensors[5])
+            return (*grads, *rest)
 
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _any_needs_grad(args):
@@ -204,6 +202,14 @@ def _autograd(name: str):
             return forward_op(name)(*args)
 
     return autograd_kernel
+
+
+def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
+    """A bias's gradient in the bias's own placement; a bias is a parameter more often than not."""
+    if not isinstance(mask, DTensor) or grad.placements == mask.placements:
+        return grad
+    wanted = [Replicate() if isinstance(p, Partial) else p for p in mask.placements]
+    return grad.redistribute(placements=wanted)
 
 
 def _any_needs_grad(args: tuple) -> bool:

@@ -56,8 +56,10 @@ class OptionStack:
 
     def current(self) -> Options | None:
         own = getattr(self._thread, "scopes", None)
-        if own:
-            return own[-1].options
+        return own[-1].options if own else self.latest()
+
+    def latest(self) -> Options | None:
+        """Options of a thread without a scope of its own."""
         scopes = self._scopes
         return scopes[-1].options if scopes else self._process
 

@@ -4,6 +4,7 @@ communication; all ranks come to the same plan because it looks only at what the
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from cp_dispatch.refusal import (
     unsharded_refusals,
 )
 from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.sharding import SEQUENCE_DIM, target_placements
+from cp_dispatch.sharding import sequence_kinds, target_placements
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Plan:
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs
             to move; ``"local"`` if the sequence is not sharded.
-        mesh_dim: mesh dim whose ranks share the sequence, None if the schedule is ``"local"``.
-        world_size: how many ranks that are.
+        mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
+        ring_shape: their sizes.
         query_length, key_length: global lengths in positions.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
         call: the call in words.
@@ -48,8 +49,8 @@ class Plan:
     backend: str | None = None
     schedule: str | None = None
     is_causal: bool = False
-    mesh_dim: int | None = None
-    world_size: int = 1
+    mesh_dims: tuple[int, ...] = ()
+    ring_shape: tuple[int, ...] = ()
     query_length: int = 0
     key_length: int = 0
     reasons: tuple[str, ...] = ()
@@ -57,9 +58,19 @@ class Plan:
     key_row_bytes: int = 0
 
     @property
+    def world_size(self) -> int:
+        """How many ranks share the sequence."""
+        return math.prod(self.ring_shape)
+
+    @property
+    def op_schedule(self) -> str:
+        """The schedule's name as the op takes it: one rank is a ring of one."""
+        return "ring" if self.schedule == "local" else self.schedule
+
+    @property
     def geometry(self) -> Geometry:
-        return SCHEDULES[self.schedule].geometry(
-            self.query_length, self.key_length, self.world_size, self.is_causal
+        return SCHEDULES[self.op_schedule].geometry(
+            self.query_length, self.key_length, self.ring_shape, self.is_causal
         )
 
     def bytes_sent(self, rank: int) -> int:
@@ -163,28 +174,23 @@ def _decide(options: Options | None, call: Call) -> Plan:
         refusals = unsharded_refusals(call)
         if refusals:
             return Plan("refused", reasons=tuple(refusals))
-        return _with_backend(call, "local", None)
+        return _with_backend(call, "local", ())
     refusals = ring_refusals(call)
     if refusals:
         return Plan("refused", reasons=tuple(refusals))
     return _with_backend(call, *_schedule(options, call))
 
 
-def _schedule(options: Options, call: Call) -> tuple[str, int]:
-    """The schedule's name and the mesh dim whose ranks share the sequence."""
-    targets = target_placements(*(x.placements for x in call.tensors.values()))
-    sequence = Shard(SEQUENCE_DIM)
-    for dim, (query, key) in enumerate(zip(*targets, strict=True)):
-        if query == key == sequence:
-            return ("ring" if options.schedule == "auto" else options.schedule), dim
-        if query == sequence:
-            return "replicated_keys", dim
-        if key == sequence:
-            return "replicated_queries", dim
-    raise AssertionError("a call without a sharded sequence has no schedule")
+def _schedule(options: Options, call: Call) -> tuple[str, tuple[int, ...]]:
+    """The schedule's name and the mesh dims whose ranks share the sequence."""
+    kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
+    name = next(iter(kinds.values()))
+    if name == "ring" and options.schedule != "auto":
+        name = options.schedule
+    return name, tuple(kinds)
 
 
-def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
+def _with_backend(call: Call, schedule: str, mesh_dims: tuple[int, ...]) -> Plan:
     query, key, value = call.query, call.key, call.value
     mesh = query.device_mesh
     query_target, key_target = target_placements(*(x.placements for x in (query, key, value)))
@@ -201,6 +207,7 @@ def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
         call.enable_gqa,
         _needs_grad(call),
         _mask(call, shapes),
+        call.dropout_p,
     )
     if backend is None:
         return Plan(
@@ -218,8 +225,9 @@ def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
         backend=backend,
         schedule=schedule,
         is_causal=call.is_causal,
-        mesh_dim=mesh_dim,
-        world_size=1 if mesh_dim is None else mesh.size(mesh_dim),
+        mesh_dims=mesh_dims,
+        ring_shape=tuple(map(mesh.size, mesh_dims)),
+        reasons=against,
         query_length=query.shape[2],
         key_length=key.shape[2],
         key_row_bytes=row,

@@ -11,8 +11,9 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.call import Call
-from cp_dispatch.sharding import SEQUENCE_DIM
+from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
 _DEVICES = ("cpu", "cuda")
 
@@ -64,24 +65,25 @@ def unsharded_refusals(call: Call) -> list[str]:
 def ring_refusals(call: Call) -> list[str]:
     """Calls with the sequence of some argument sharded."""
     reasons = [*_feature_refusals(call), *_shape_refusals(call)]
-    where = {name: context_dims(x) for name, x in call.tensors.items()}
-    for name, dims in where.items():
-        if len(dims) > 1:
-            reasons.append(
-                f"the sequence of {name} is sharded over {len(dims)} mesh dims; redistribute to "
-                "one of them, or flatten them into one mesh dim"
-            )
-    if len({dim for dims in where.values() for dim in dims}) > 1:
+    kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
+    if len(set(kinds.values())) > 1:
         reasons.append(
-            f"the sequences are sharded over different mesh dims, {where}; redistribute to one"
+            "the sequences are sharded over several mesh dims in different ways, "
+            f"{ {label(call.query, dim): kind for dim, kind in kinds.items()} }; place key and "
+            "value like the query"
+        )
+    if len(kinds) > 1 and not _is_row_major(call.query.device_mesh, kinds):
+        reasons.append(
+            "the sequence is sharded over several mesh dims whose ranks do not ascend; use a mesh "
+            "with ascending ranks"
         )
     return [*reasons, *_placement_refusals(call)]
 
 
 def _feature_refusals(call: Call) -> list[str]:
     reasons = []
-    if call.dropout_p > 0.0:
-        reasons.append(f"dropout_p={call.dropout_p} is not supported yet; use 0.0")
+    if not 0.0 <= call.dropout_p <= 1.0:
+        reasons.append(f"dropout_p must be in [0, 1], got {call.dropout_p}")
     for name, tensor in call.tensors.items():
         if tensor.is_complex() or not tensor.is_floating_point():
             reasons.append(f"{name} is {tensor.dtype}; cast to a real floating dtype")
@@ -164,10 +166,10 @@ def _placement_refusals(call: Call) -> list[str]:
         return reasons
     grouped = query.ndim == 4 and query.shape[1] != call.key.shape[1]
     for dim, wanted in enumerate(query.placements):
-        label = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh dim {dim}"
+        name_of_dim = label(query, dim)
         if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
             reasons.append(
-                f"query is {wanted} on {label}; supported are Shard(0), Shard(1), Shard(2), "
+                f"query is {wanted} on {name_of_dim}; supported are Shard(0), Shard(1), Shard(2), "
                 "Replicate() and Partial()"
             )
             continue
@@ -178,8 +180,8 @@ def _placement_refusals(call: Call) -> list[str]:
             fits = placement == target or isinstance(placement, (Replicate, Partial))
             if not fits and not (placement == sequence and target == Replicate()):
                 reasons.append(
-                    f"{name} is {placement} on {label} where query is {wanted}; redistribute it "
-                    f"to {target} or Replicate()"
+                    f"{name} is {placement} on {name_of_dim} where query is {wanted}; "
+                    f"redistribute it to {target} or Replicate()"
                 )
     ranks = math.prod(
         size for size, p in zip(mesh.shape, query.placements, strict=True) if p == Shard(1)
@@ -192,6 +194,19 @@ def _placement_refusals(call: Call) -> list[str]:
                 "which grouped heads need; use fewer ranks for heads"
             )
     return reasons
+
+
+def label(tensor: DTensor, dim: int) -> str:
+    names = tensor.device_mesh.mesh_dim_names
+    return names[dim] if names else f"mesh dim {dim}"
+
+
+def _is_row_major(mesh, dims) -> bool:
+    # A process group keeps its ranks sorted, and the ring's order must be the shards'.
+    index = tuple(slice(None) if dim in dims else 0 for dim in range(mesh.ndim))
+    with disable_current_modes():
+        ranks = mesh.mesh[index].flatten().tolist()
+    return ranks == sorted(ranks)
 
 
 def _is_known(placement) -> bool:

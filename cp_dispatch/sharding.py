@@ -58,6 +58,19 @@ def _targets(query, key, value):
     return Replicate(), sequence if sequence in (key, value) else Replicate()
 
 
+def sequence_kinds(query, key, value) -> dict[int, str]:
+    """For each mesh dim over which some sequence is sharded, the schedule that it asks for."""
+    sequence = Shard(SEQUENCE_DIM)
+    names = {
+        (True, True): "ring",
+        (True, False): "replicated_keys",
+        (False, True): "replicated_queries",
+    }
+    targets = zip(*target_placements(query, key, value), strict=True)
+    kinds = {dim: names.get((q == sequence, k == sequence)) for dim, (q, k) in enumerate(targets)}
+    return {dim: kind for dim, kind in kinds.items() if kind is not None}
+
+
 def mask_placements(query_target, mask_shape) -> tuple:
     """The placement, per mesh dim, of a mask ``(B or 1, H or 1, Sq or 1, Sk or 1)``."""
     return tuple(
@@ -75,7 +88,8 @@ def mask_grad_placements(query_target, key_target, mask_shape) -> tuple:
 
 
 def _strategy(query_index: int, mask_index: int, backward: bool):
-    """The rule of an op whose query and mask are its arguments of these indices."""
+    """The rule of an op whose query and mask are its arguments of these indices; the seed of
+    dropout, on every rank, follows the mask."""
 
     def strategy(op_schema: OpSchema) -> OpStrategy:
         args = [
@@ -89,6 +103,7 @@ def _strategy(query_index: int, mask_index: int, backward: bool):
         wanted = [target] * len(args)
         wanted[query_index + 1] = wanted[query_index + 2] = key_target
         results = [target, target]
+        wanted[mask_index + 1] = (Replicate(),) * mesh.ndim
         if mask is not None:
             wanted[mask_index] = mask_placements(target, mask.shape)
         if backward:

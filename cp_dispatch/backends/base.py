@@ -28,7 +28,8 @@ class Backend:
     head_dim_multiple: ClassVar[int] = 1
     #: Whether the op's output is float32 for 16-bit inputs, see :meth:`output_dtype`.
     wide_output: ClassVar[bool] = False
-    #: Whether the kernel gives the gradient of a bias.
+    #: Whether the kernel takes dropout factors, and gives the gradient of a bias.
+    takes_dropout: ClassVar[bool] = False
     mask_gradient: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
@@ -41,15 +42,18 @@ class Backend:
         mask: Tensor | None,
         causal: bool,
         scale: float,
+        dropout: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One block: partial output ``(B, H, Sq, Dv)`` and its logsumexp ``(B, H, Sq)``.
 
         ``mask`` is boolean (True takes part) or a bias added to the scaled scores, and
-        broadcasts to ``(B, H, Sq, Sk)``. Never together with ``causal``.
+        broadcasts to ``(B, H, Sq, Sk)``. Never together with ``causal``. ``dropout`` holds the
+        factors ``(B, H, Sq, Sk)`` of the probabilities, for backends that take them.
         """
         bias = self._bias(mask, query.dtype)
         key, value = self._wide_heads(query, key), self._wide_heads(query, value)
-        out, lse = self._forward(query, key, value, bias, causal, scale)
+        extra = (dropout,) if self.takes_dropout else ()
+        out, lse = self._forward(query, key, value, bias, causal, scale, *extra)
         if mask is not None:
             # Kernels differ on rows that see no key; the merge wants 0 and -inf.
             blind = ~_visible(mask)
@@ -68,6 +72,7 @@ class Backend:
         mask: Tensor | None,
         causal: bool,
         scale: float,
+        dropout: Tensor | None = None,
         mask_grad: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """One block's share of dQ, dK, dV and, if asked for, of the bias.
@@ -81,8 +86,9 @@ class Backend:
             logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
         groups = 1 if self.grouped_heads else query.size(1) // key.size(1)
         key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        extra = (dropout,) if self.takes_dropout else ()
         dq, dk, dv, *rest = self._backward(
-            grad_output, query, key, value, output, logsumexp, bias, causal, scale
+            grad_output, query, key, value, output, logsumexp, bias, causal, scale, *extra
         )
         dbias = rest[0] if mask_grad else None
         return dq, sum_heads(dk, groups), sum_heads(dv, groups), dbias

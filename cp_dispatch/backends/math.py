@@ -15,21 +15,31 @@ class Math(Backend):
     sdp_backend = SDPBackend.MATH
     devices = ("cpu", "cuda")
     wide_output = True
+    takes_dropout = True
     mask_gradient = True
     grouped_heads = False
 
-    def _forward(self, query, key, value, bias, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale, dropout=None):
         query, key, value = _widen(query, key, value)
         scores = _scores(query, key, bias, causal, scale)
         logsumexp = torch.logsumexp(scores, dim=-1)
-        return torch.exp(scores - logsumexp.unsqueeze(-1)) @ value, logsumexp
+        probability = torch.exp(scores - logsumexp.unsqueeze(-1))
+        if dropout is not None:
+            probability = probability * dropout
+        return probability @ value, logsumexp
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
+    def _backward(
+        self, grad_output, query, key, value, output, logsumexp, bias, causal, scale, dropout=None
+    ):
         grad_output, query, key, value, output = _widen(grad_output, query, key, value, output)
         probability = torch.exp(_scores(query, key, bias, causal, scale) - logsumexp.unsqueeze(-1))
-        grad_value = probability.mT @ grad_output
         correction = (grad_output * output).sum(-1, keepdim=True)
-        grad_scores = probability * (grad_output @ value.mT - correction)
+        grad_probability = grad_output @ value.mT
+        dropped = probability
+        if dropout is not None:
+            dropped, grad_probability = probability * dropout, grad_probability * dropout
+        grad_value = dropped.mT @ grad_output
+        grad_scores = probability * (grad_probability - correction)
         grad_query, grad_key = (
             (grad_scores @ key) * scale,
             (grad_scores.mT @ query) * scale,

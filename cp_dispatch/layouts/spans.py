@@ -50,16 +50,27 @@ class Tile(NamedTuple):
     key_position: int
 
 
-def chunk_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
-    """Spans of every rank for ``Shard``'s natural order: ``torch.chunk``'s rule, last ranks may
-    own less or nothing."""
-    size = -(-length // world_size)
-    spans = []
-    for rank in range(world_size):
-        start = min(rank * size, length)
-        stop = min(start + size, length)
-        spans.append((Span(start, stop - start),) if stop > start else ())
-    return tuple(spans)
+def chunk_spans(length: int, ring_shape: tuple[int, ...]) -> tuple[tuple[Span, ...], ...]:
+    """Spans of every rank in the natural order that ``Shard`` gives.
+
+    ``torch.chunk``'s rule, so the last ranks may own less or nothing. ``ring_shape`` holds the
+    sizes of the mesh dims over which the sequence is sharded; with several, each chunk of the
+    first is chunked again over the next.
+    """
+    chunks = [Span(0, int(length))]
+    for size in ring_shape:
+        chunks = [part for whole in chunks for part in chunk(whole, size)]
+    return tuple((part,) if part.length else () for part in chunks)
+
+
+def chunk(span: Span, count: int) -> list[Span]:
+    """The spans of ``torch.chunk``, the last ones possibly short or empty."""
+    size = -(-span.length // count)
+    starts = [min(i * size, span.length) for i in range(count + 1)]
+    return [
+        Span(span.position + start, stop - start)
+        for start, stop in zip(starts, starts[1:], strict=False)
+    ]
 
 
 @dataclass(frozen=True)
@@ -97,17 +108,19 @@ class Geometry:
         return max(self.last_hop(owner) for owner in range(self.world_size))
 
 
-def natural(query_length: int, key_length: int, world_size: int, causal: bool) -> Geometry:
+def natural(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
     """Geometry of natural order: every rank owns one chunk of queries and one of keys."""
-    return _natural(int(query_length), int(key_length), world_size, causal)
+    return _natural(int(query_length), int(key_length), tuple(ring_shape), causal)
 
 
 @functools.lru_cache(maxsize=256)
-def _natural(query_length: int, key_length: int, world_size: int, causal: bool) -> Geometry:
+def _natural(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
     return Geometry(
-        chunk_spans(query_length, world_size),
-        chunk_spans(key_length, world_size),
-        causal,
+        chunk_spans(query_length, ring_shape), chunk_spans(key_length, ring_shape), causal
     )
 
 

@@ -4,50 +4,44 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cp_dispatch.backends import Backend
 from cp_dispatch.layouts import Tile
 from cp_dispatch.merge import OutputAccumulator
 from cp_dispatch.schedules.gradients import QueryGradient
+from cp_dispatch.schedules.job import Job
 
 
 def forward_block(
-    backend: Backend,
+    job: Job,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
     tiles: tuple[Tile, ...],
-    scale: float,
     result: OutputAccumulator,
 ) -> None:
-    """Merge into ``result`` what the rows see of one shard of keys.
-
-    ``mask`` broadcasts to ``(B, H, this rank's rows, all keys)``.
-    """
+    """Merge into ``result`` what the rows see of one shard of keys."""
     for tile in tiles:
         rows, columns = _slices(tile)
-        out, lse = backend.forward(
+        out, lse = job.backend.forward(
             query[:, :, rows],
             key[:, :, columns],
             value[:, :, columns],
-            _mask_tile(mask, tile),
+            _mask_tile(job.mask, tile),
             tile.causal,
-            scale,
+            job.scale,
+            _dropout_factors(job, query, tile),
         )
         result.add(out, lse, tile.query_start)
 
 
 def backward_block(
-    backend: Backend,
+    job: Job,
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    mask: Tensor | None,
     tiles: tuple[Tile, ...],
-    scale: float,
     query_grad: QueryGradient,
     mask_grad: Tensor | None,
 ) -> list[tuple[Tensor, Tensor, int]]:
@@ -55,16 +49,17 @@ def backward_block(
     shares = []
     for tile in tiles:
         rows, columns = _slices(tile)
-        dq, dk, dv, dbias = backend.backward(
+        dq, dk, dv, dbias = job.backend.backward(
             grad_output[:, :, rows],
             query[:, :, rows],
             key[:, :, columns],
             value[:, :, columns],
             output[:, :, rows],
             logsumexp[:, :, rows],
-            _mask_tile(mask, tile),
+            _mask_tile(job.mask, tile),
             tile.causal,
-            scale,
+            job.scale,
+            _dropout_factors(job, query, tile),
             mask_grad is not None,
         )
         query_grad.add(dq, tile.query_start)
@@ -89,3 +84,9 @@ def _mask_tile(mask: Tensor | None, tile: Tile) -> Tensor | None:
     if mask.size(3) > 1:
         mask = mask[..., tile.key_position : tile.key_position + tile.key_length]
     return mask
+
+
+def _dropout_factors(job: Job, query: Tensor, tile: Tile) -> Tensor | None:
+    if job.dropout is None:
+        return None
+    return job.dropout.factors(tile, query.size(0), query.size(1))

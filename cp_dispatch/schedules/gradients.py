@@ -12,6 +12,11 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.pair import Pair
 
 
+def mask_gradient(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the gradient of a bias is summed: its shape, zeros, wide."""
+    return mask.new_zeros(mask.shape, dtype=wide_dtype(dtype))
+
+
 class QueryGradient:
     """dQ of this rank's rows, from ``shares`` shares.
 

@@ -24,60 +24,44 @@ import contextlib
 
 from torch import Tensor
 
-from cp_dispatch.backends import Backend, wide_dtype
-from cp_dispatch.layouts import Geometry, Tile, natural
+from cp_dispatch.layouts import Tile, natural
 from cp_dispatch.merge import OutputAccumulator
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient
+from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient, mask_gradient
+from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
 
 geometry = natural
 
 
-def forward(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    geometry: Geometry,
-    scale: float,
-    ring: Ring | None,
-) -> tuple[Tensor, Tensor]:
+def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's rows over all keys.
 
     Args:
+        job: the rest of the call.
         query: ``(B, H, Sq, D)``, this rank's shard; key, value: ``(B, Hkv, Sk, D or Dv)``.
-        mask: None, boolean or a bias; broadcasts to ``(B, H, Sq, all keys)``.
-        ring: the ranks that share the sequence, None for one rank.
 
     Returns:
         output ``(B, H, Sq, Dv)`` in the backend's output dtype, and logsumexp ``(B, H, Sq)``.
     """
-    rank = ring.rank if ring is not None else 0
-    hops = _hops(geometry, rank, query)
-    dtype = backend.output_dtype(query.dtype)
+    hops = _hops(job, query)
+    dtype = job.backend.output_dtype(query.dtype)
     result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype)
-    keys = TravellingKeys(key, value, geometry, ring)
+    keys = TravellingKeys(key, value, job)
     for tiles in hops:
         with keys.moving_on():
-            forward_block(backend, query, keys.key, keys.value, mask, tiles, scale, result)
+            forward_block(job, query, keys.key, keys.value, tiles, result)
     return result.finish()
 
 
 def backward(
-    backend: Backend,
+    job: Job,
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    mask: Tensor | None,
-    geometry: Geometry,
-    scale: float,
-    ring: Ring | None,
     key_grad: bool,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -85,17 +69,16 @@ def backward(
 
     ``key_grad=False`` computes dQ alone, and no dK/dV travel. Shapes as in :func:`forward`.
     """
-    rank = ring.rank if ring is not None else 0
-    hops = _hops(geometry, rank, query)
+    hops = _hops(job, query)
     query_grad = QueryGradient(query, sum(map(len, hops)))
-    keys = TravellingKeys(key, value, geometry, ring)
-    travelling = TravellingGradient(key, value, geometry, ring) if key_grad else None
-    grad_mask = mask.new_zeros(mask.shape, dtype=wide_dtype(query.dtype)) if mask_grad else None
+    grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
+    keys = TravellingKeys(key, value, job)
+    travelling = TravellingGradient(key, value, job.geometry, job.ring) if key_grad else None
     for tiles in hops:
         with keys.moving_on():
             shares = backward_block(
-                backend, grad_output, query, keys.key, keys.value, output, logsumexp, mask,
-                tiles, scale, query_grad, grad_mask,
+                job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
+                query_grad, grad_mask,
             )  # fmt: skip
             if travelling is not None:
                 travelling.add(shares)
@@ -105,12 +88,12 @@ def backward(
     return query_grad.finish(), dk, dv, grad_mask
 
 
-def _hops(geometry: Geometry, rank: int, query: Tensor) -> list[tuple[Tile, ...]]:
-    """The tiles that ``rank`` computes at each hop; none if there are no rows at all."""
-    world_size = geometry.world_size
+def _hops(job: Job, query: Tensor) -> list[tuple[Tile, ...]]:
+    """The tiles that this rank computes at each hop; none if there are no rows at all."""
+    world_size = job.geometry.world_size
     if query.numel() == 0:
         return [()] * world_size
-    return [geometry.tiles(rank, (rank - hop) % world_size) for hop in range(world_size)]
+    return [job.geometry.tiles(job.rank, (job.rank - h) % world_size) for h in range(world_size)]
 
 
 class TravellingKeys:
@@ -119,11 +102,11 @@ class TravellingKeys:
     Holds two buffers of one key/value shard each beside the rank's own tensors.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring | None):
+    def __init__(self, key: Tensor, value: Tensor, job: Job):
         self.key, self.value = key, value
         self._pair = Pair(key, value)
-        self._geometry = geometry
-        self._ring = ring
+        self._geometry = geometry = job.geometry
+        self._ring = ring = job.ring
         self._hop = 0
         self._transitions = geometry.key_transitions if ring is not None else 0
         # Taken from the current stream's memory, also when the side stream fills them: the
