@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dispatch._compat import get_unwrapped, is_functorch_wrapped_tensor
+from cp_dispatch._compat import get_unwrapped, is_functorch_wrapped_tensor, is_tracing
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
@@ -56,12 +56,16 @@ def attend(
     if plan.handler == "refused":
         raise plan.error()
     mesh = query.device_mesh
+    mask = call.attn_mask
+    if mask is not None and not isinstance(mask, DTensor) and not is_tracing():
+        everywhere = [Replicate()] * mesh.ndim
+        mask = DTensor.from_local(mask.detach(), mesh, everywhere, run_check=False)
     seed = None
     if dropout_p > 0.0:
         # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
         seed = torch.randint(2**62, (), device=mesh.device_type)
     output, _ = forward_op(plan.backend)(
-        call.query, call.key, call.value, call.attn_mask, seed, dropout_p,
+        call.query, call.key, call.value, mask, seed, dropout_p,
         [] if seed is None else _dropout_origin(call.query), is_causal, scale,
         call.query.shape[2], call.key.shape[2], plan.op_schedule,
         [mesh.size(dim) for dim in plan.mesh_dims], ring_group_name(mesh, plan.mesh_dims),

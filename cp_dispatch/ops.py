@@ -8,15 +8,14 @@ argument or a saved tensor, so that no op reads an option.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.experimental import (
-    implicit_replication as plain_is_replicated,
-)
+from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
 from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
@@ -172,7 +171,7 @@ def _autograd(name: str):
         @staticmethod
         def forward(ctx, query, key, value, attn_mask, dropout_seed, *options):
             tensors = query, key, value, attn_mask, dropout_seed
-            with below_autograd(), plain_is_replicated():
+            with below_autograd(), _plain_replicated(query, attn_mask):
                 output, logsumexp = forward_op(name)(*tensors, *options)
             ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask, dropout_seed)
             ctx.options = options
@@ -186,7 +185,7 @@ def _autograd(name: str):
             if grad_output is None:
                 return (None,) * 4 + rest
             needs = ctx.needs_input_grad[:4]
-            with plain_is_replicated():
+            with _plain_replicated(grad_output, ctx.saved_tensors[5]):
                 grads = backward_op(name)(
                     grad_output, *ctx.saved_tensors, *ctx.options, needs[1] or needs[2], needs[3]
                 )
@@ -198,7 +197,7 @@ def _autograd(name: str):
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _any_needs_grad(args):
             return RingAttention.apply(*args)
-        with below_autograd(), plain_is_replicated():
+        with below_autograd(), _plain_replicated(args[0], args[3]):
             return forward_op(name)(*args)
 
     return autograd_kernel
@@ -210,6 +209,14 @@ def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
         return grad
     wanted = [Replicate() if isinstance(p, Partial) else p for p in mask.placements]
     return grad.redistribute(placements=wanted)
+
+
+def _plain_replicated(query: Tensor, mask: Tensor | None):
+    """Let DTensor take a plain mask as replicated. Only traces have one: the flag is global, and
+    in eager mode the mask has become a DTensor before."""
+    if isinstance(query, DTensor) and mask is not None and not isinstance(mask, DTensor):
+        return implicit_replication()
+    return contextlib.nullcontext()
 
 
 def _any_needs_grad(args: tuple) -> bool:

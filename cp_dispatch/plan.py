@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.call import Call
-from cp_dispatch.choose import Mask, choose_backend, sdp_flags
+from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.normalize import four_dims
@@ -23,8 +23,16 @@ from cp_dispatch.refusal import (
     ring_refusals,
     unsharded_refusals,
 )
+from cp_dispatch.report import (
+    Transfer,
+    backward_transfers,
+    describe,
+    extra_bytes,
+    forward_transfers,
+)
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.sharding import sequence_kinds, target_placements
+from cp_dispatch.why_not import reasons_against
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,11 @@ class Plan:
         ring_shape: their sizes.
         query_length, key_length: global lengths in positions.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
+        backends_refused: every other backend with all the reasons against it; ``explain`` and
+            errors have it, a plan on its way to an op does not.
         call: the call in words.
-        key_row_bytes: bytes that one position of key and value takes on a rank.
+        shards: local shapes of query, key and value on the rank that has most.
+        dtype: theirs.
     """
 
     handler: str
@@ -54,8 +65,10 @@ class Plan:
     query_length: int = 0
     key_length: int = 0
     reasons: tuple[str, ...] = ()
+    backends_refused: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
     call: str = field(default="", compare=False)
-    key_row_bytes: int = 0
+    shards: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype | None = None
 
     @property
     def world_size(self) -> int:
@@ -73,46 +86,30 @@ class Plan:
             self.query_length, self.key_length, self.ring_shape, self.is_causal
         )
 
+    @property
+    def key_row_bytes(self) -> int:
+        """Bytes that one position of key and value takes on a rank."""
+        _, key, value = self.shards
+        return key[0] * key[1] * (key[3] + value[3]) * self.dtype.itemsize
+
     def bytes_sent(self, rank: int) -> int:
-        """Bytes of keys and values that ``rank`` sends in a forward."""
-        if self.schedule != "ring":
-            return 0
-        geometry = self.geometry
-        return self.key_row_bytes * sum(
-            geometry.key_length(owner)
-            for hop in range(geometry.key_transitions)
-            if geometry.last_hop(owner := (rank - hop) % self.world_size) > hop
-        )
+        """Bytes that ``rank`` sends or contributes in a forward."""
+        return sum(transfer.bytes for transfer in forward_transfers(self, rank))
+
+    def transfers(self, rank: int) -> tuple[list[Transfer], list[Transfer]]:
+        """The collectives of ``rank`` in a forward and in a backward, in order."""
+        return forward_transfers(self, rank), backward_transfers(self, rank)
+
+    def extra_bytes(self) -> tuple[int, int]:
+        """Peak extra bytes of a forward and of a backward, see :func:`report.extra_bytes`."""
+        return extra_bytes(self)
 
     def error(self) -> ContextParallelError:
         """The error of a refused call: what was given, all reasons, what to do."""
         return ContextParallelError(str(self))
 
     def __str__(self) -> str:
-        given = "\n".join("    " + line for line in self.call.splitlines())
-        why = "\n".join(f"  - {reason}" for reason in self.reasons)
-        if self.handler == "refused":
-            return (
-                "cp_dispatch does not support this scaled_dot_product_attention call.\n"
-                f"  given:\n{given}\n  refused because:\n"
-                + "\n".join("  " + line for line in why.splitlines())
-            )
-        if self.handler == "stock":
-            return f"handled by torch as it is\n{given}\n{why}"
-        lines = [
-            f"handled by cp_dispatch: {self.schedule} over {self.world_size} ranks, "
-            f"{self.backend} kernel",
-            given,
-        ]
-        if self.schedule != "local":
-            lines.append("  rank  hops computed/skipped  MiB sent (forward)")
-            for rank in range(self.world_size):
-                owners = range(self.world_size) if self.schedule == "ring" else (rank,)
-                computed = sum(bool(self.geometry.tiles(rank, owner)) for owner in owners)
-                sent = self.bytes_sent(rank) / 2**20
-                skipped = len(owners) - computed
-                lines.append(f"  {rank:4d}  {computed:13d}/{skipped:<7d}  {sent:18.3f}")
-        return "\n".join([*lines, why] if why else lines)
+        return describe(self)
 
 
 def make_plan(options: Options | None, call: Call) -> Plan:
@@ -122,12 +119,18 @@ def make_plan(options: Options | None, call: Call) -> Plan:
     if plan is None:
         plan = _decide(options, call)
         if plan.handler == "refused":
-            return dataclasses.replace(plan, call=call.describe())
+            return _in_words(plan, call)
         if key is not None:
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
     return plan
+
+
+def _in_words(plan: Plan, call: Call) -> Plan:
+    """The plan with what only people read."""
+    against = reasons_against(_local_call(call), plan.backend) if plan.shards else {}
+    return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
 
 
 _plans: dict[tuple, Plan] = {}
@@ -191,46 +194,48 @@ def _schedule(options: Options, call: Call) -> tuple[str, tuple[int, ...]]:
 
 
 def _with_backend(call: Call, schedule: str, mesh_dims: tuple[int, ...]) -> Plan:
-    query, key, value = call.query, call.key, call.value
-    mesh = query.device_mesh
-    query_target, key_target = target_placements(*(x.placements for x in (query, key, value)))
-    shapes = (
-        _largest_shard(query, query_target),
-        _largest_shard(key, key_target),
-        _largest_shard(value, key_target),
-    )
-    backend, against = choose_backend(
-        shapes,
-        query.dtype,
-        mesh.device_type,
-        call.is_causal,
-        call.enable_gqa,
-        _needs_grad(call),
-        _mask(call, shapes),
-        call.dropout_p,
-    )
+    query, key, _ = call.tensors.values()
+    local = _local_call(call)
+    backend, reasons = choose_backend(local)
     if backend is None:
-        return Plan(
-            "refused",
-            reasons=(
-                f"no backend that is switched on takes local shards of shapes {shapes} in "
-                f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
-                "torch.backends.cuda flags",
-                *against,
-            ),
+        refusal = (
+            f"no backend that is switched on takes local shards of shapes {local.shapes} in "
+            f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
+            "torch.backends.cuda flags"
         )
-    row = shapes[1][0] * shapes[1][1] * (shapes[1][3] + shapes[2][3]) * query.dtype.itemsize
+        return Plan("refused", reasons=(refusal, *reasons), shards=local.shapes)
     return Plan(
         "cp_dispatch",
         backend=backend,
         schedule=schedule,
         is_causal=call.is_causal,
         mesh_dims=mesh_dims,
-        ring_shape=tuple(map(mesh.size, mesh_dims)),
-        reasons=against,
+        ring_shape=tuple(map(query.device_mesh.size, mesh_dims)),
         query_length=query.shape[2],
         key_length=key.shape[2],
-        key_row_bytes=row,
+        reasons=reasons,
+        shards=local.shapes,
+        dtype=query.dtype,
+    )
+
+
+def _local_call(call: Call) -> LocalCall:
+    query, key, value = call.tensors.values()
+    query_target, key_target = target_placements(*(x.placements for x in (query, key, value)))
+    shapes = (
+        _largest_shard(query, query_target),
+        _largest_shard(key, key_target),
+        _largest_shard(value, key_target),
+    )
+    return LocalCall(
+        shapes,
+        query.dtype,
+        query.device_mesh.device_type,
+        call.is_causal,
+        call.enable_gqa,
+        _needs_grad(call),
+        _mask(call, shapes),
+        call.dropout_p,
     )
 
 
@@ -281,4 +286,5 @@ def explain(
     if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
     plan = make_plan(current_options(), four_dims(call))
+    plan = _in_words(plan, four_dims(call))
     return dataclasses.replace(plan, call=call.describe())
