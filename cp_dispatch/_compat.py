@@ -38,6 +38,7 @@ __all__ = [
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
     "dtensor_spec",
+    "functorch_is_active",
     "fused_sdp_choice",
     "generate_redistribute_costs",
     "get_unwrapped",
@@ -55,6 +56,7 @@ __all__ = [
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dispatch._compat import get_unwrapped, is_functorch_wrapped_tensor, is_tracing
+from cp_dispatch._compat import (
+    functorch_is_active,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_tracing,
+)
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
@@ -19,14 +24,19 @@ from cp_dispatch.plan import make_plan
 
 def involves_dtensor(query, key, value, attn_mask) -> bool:
     """Whether any argument is a DTensor. Every plain call pays for this, so it is short."""
-    for tensor in (query, key, value, attn_mask):
-        if type(tensor) is torch.Tensor:
-            # Under torch.func transforms a DTensor hides in a wrapper.
-            if is_functorch_wrapped_tensor(tensor):
-                _refuse_functorch(tensor)
-        elif isinstance(tensor, DTensor):
-            return True
-    return False
+    plain = torch.Tensor
+    if (
+        type(query) is plain
+        and type(key) is plain
+        and type(value) is plain
+        and (attn_mask is None or type(attn_mask) is plain)
+        and not functorch_is_active()
+    ):
+        return False
+    tensors = query, key, value, attn_mask
+    if functorch_is_active():
+        _refuse_functorch(tensors)
+    return any(isinstance(x, DTensor) for x in tensors)
 
 
 def attend(
@@ -88,13 +98,15 @@ def _dropout_origin(query: DTensor) -> list[int]:
     return [*starts, int(query.shape[1])]
 
 
-def _refuse_functorch(tensor) -> None:
-    inner = tensor
-    while is_functorch_wrapped_tensor(inner):
-        inner = get_unwrapped(inner)
-    if isinstance(inner, DTensor):
-        raise ContextParallelError(
-            "cp_dispatch does not support DTensors under torch.func transforms (vmap, grad, "
-            "jvp). Given: scaled_dot_product_attention on a DTensor inside a transform. "
-            "Supported: autograd. Use torch.autograd.grad, or cp_dispatch.disable()."
-        )
+def _refuse_functorch(tensors) -> None:
+    """Under torch.func transforms a DTensor hides in a wrapper."""
+    for tensor in tensors:
+        while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+            if isinstance(tensor, DTensor):
+                raise ContextParallelError(
+                    "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
+                    "grad, jvp). Given: scaled_dot_product_attention on a DTensor inside a "
+                    "transform. Supported: autograd. Use torch.autograd.grad, or "
+                    "cp_dispatch.disable()."
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from cp_dispatch.call import Call
 
@@ -65,3 +66,33 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
     while mask.ndim < 4:
         mask = mask.unsqueeze(0)
     return mask
+
+
+# Why a call that cp_dispatch would take does not come by.
+PAST_DISPATCH = (
+    "causal_lower_right between different lengths goes from torch.nn.attention.bias straight to "
+    "torch's CUDA kernels, past scaled_dot_product_attention; pass the mask as a boolean tensor "
+    "to keep the sequence sharded"
+)
+
+
+def without_causal_bias(call: Call) -> Call:
+    """What torch makes of ``causal_upper_left`` and ``causal_lower_right`` before it calls on."""
+    bias = call.attn_mask
+    if not isinstance(bias, CausalBias):
+        return call
+    if bias.variant is CausalVariant.UPPER_LEFT or bias.seq_len_q == bias.seq_len_kv:
+        return dataclasses.replace(call, attn_mask=None, is_causal=True)
+    rows, keys = bias.seq_len_q, bias.seq_len_kv
+    mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    return dataclasses.replace(call, attn_mask=mask)
+
+
+def goes_past_dispatch(call: Call) -> bool:
+    """Whether torch takes a ``causal_lower_right`` to its CUDA kernels by itself."""
+    bias = call.attn_mask
+    return (
+        isinstance(bias, CausalBias)
+        and call.query.is_cuda
+        and without_causal_bias(call).attn_mask is not None
+    )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
-from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
+from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import token_major
@@ -32,9 +32,8 @@ NAMESPACE = "cp_dispatch"
 #   query, grad_output, output (B, H, Sq, D), (B, H, Sq, Dv), (B, H, Sq, Dv)
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
 #   attn_mask                  (B or 1, H or 1, Sq or 1, key_length or 1), bool or a bias
-#   logsumexp                  (B, H, Sq), natural log, float32 (float64 for float64)
-# All in one dtype, but that output and grad_output of ring_math_attention are float32 for 16-bit
-# inputs.
+#   logsumexp                  (B, H, Sq), natural log, float32; float64 for float64 and math
+# All in one dtype, but that output and grad_output of ring_math_attention are float64.
 # scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
 # whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
 # int64; dropout_origin is [first batch row, first head, number of heads] in global terms.
@@ -119,7 +118,7 @@ def _define(backend: Backend) -> None:
         batch, heads, length, _ = query.shape
         dtype = backend.output_dtype(query.dtype)
         output = token_major(batch, heads, length, value.size(-1), like=query, dtype=dtype)
-        return output, query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
+        return output, query.new_empty(query.shape[:3], dtype=backend.logsumexp_dtype(query.dtype))
 
     def backward_fake(grad_output, query, key, value, output, logsumexp, attn_mask, *options):
         key_grad, mask_grad = options[-2:]
@@ -156,8 +155,8 @@ def _unpad(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _placeholder(like: Tensor) -> Tensor:
-    """A tensor of the right shape that holds one element."""
-    return like.new_empty(1).expand(like.shape)
+    """A tensor of the right shape that holds one element; a zero, so that two runs agree."""
+    return like.new_zeros(1).expand(like.shape)
 
 
 def _no_mask_grad(attn_mask: Tensor | None, query: Tensor) -> Tensor:
@@ -185,13 +184,15 @@ def _autograd(name: str):
             if grad_output is None:
                 return (None,) * 4 + rest
             needs = ctx.needs_input_grad[:4]
-            with _plain_replicated(grad_output, ctx.saved_tensors[5]):
+            # Once: a checkpoint recomputes at the first look and refuses a second.
+            saved = ctx.saved_tensors
+            with _plain_replicated(grad_output, saved[5]):
                 grads = backward_op(name)(
-                    grad_output, *ctx.saved_tensors, *ctx.options, needs[1] or needs[2], needs[3]
+                    grad_output, *saved, *ctx.options, needs[1] or needs[2], needs[3]
                 )
             grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
             if needs[3]:
-                grads[3] = _placed_like(grads[3], ctx.saved_tensors[5])
+                grads[3] = _placed_like(grads[3], saved[5])
             return (*grads, *rest)
 
     def autograd_kernel(*args):

@@ -55,7 +55,7 @@ class OptionStack:
         self._thread = threading.local()
 
     def current(self) -> Options | None:
-        own = getattr(self._thread, "scopes", None)
+        own = self._own()
         return own[-1].options if own else self.latest()
 
     def latest(self) -> Options | None:
@@ -65,11 +65,22 @@ class OptionStack:
 
     def set(self, options: Options | None) -> None:
         """Set the innermost scope of this thread, or the process outside any."""
-        own = getattr(self._thread, "scopes", None)
+        own = self._own()
         if own:
             own[-1].options = options
         else:
             self._process = options
+
+    def snapshot(self) -> tuple:
+        """What :meth:`restore` needs to undo a :meth:`set` or :meth:`push` of this thread."""
+        own = self._own()
+        return self._process, self._scopes, list(own), own[-1].options if own else None
+
+    def restore(self, snapshot: tuple) -> None:
+        self._process, self._scopes, own, options = snapshot
+        self._thread.scopes = own
+        if own:
+            own[-1].options = options
 
     def push(self, options: Options) -> Scope:
         scope = Scope(options)
@@ -81,10 +92,17 @@ class OptionStack:
         return scope
 
     def remove(self, scope: Scope) -> None:
-        own = getattr(self._thread, "scopes", [])
-        if scope in own:
-            own.remove(scope)
+        """End a scope, from whatever thread."""
         self._scopes = [other for other in self._scopes if other is not scope]
+
+    def _own(self) -> list[Scope]:
+        """Scopes that this thread entered and that have not ended."""
+        own = getattr(self._thread, "scopes", None)
+        if not own:
+            return []
+        while own and not any(own[-1] is scope for scope in self._scopes):
+            own.pop()
+        return own
 
     @property
     def in_use(self) -> bool:

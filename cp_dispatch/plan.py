@@ -11,11 +11,17 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
+from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.call import Call
 from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Geometry
-from cp_dispatch.normalize import four_dims
+from cp_dispatch.normalize import (
+    PAST_DISPATCH,
+    four_dims,
+    goes_past_dispatch,
+    without_causal_bias,
+)
 from cp_dispatch.options import Options
 from cp_dispatch.refusal import (
     context_dims,
@@ -92,6 +98,16 @@ class Plan:
         _, key, value = self.shards
         return key[0] * key[1] * (key[3] + value[3]) * self.dtype.itemsize
 
+    @property
+    def output_itemsize(self) -> int:
+        """Bytes of an element of an output while partial ones are merged."""
+        return wide_dtype(BACKENDS[self.backend].output_dtype(self.dtype)).itemsize
+
+    @property
+    def lse_itemsize(self) -> int:
+        """Bytes of an element of a logsumexp."""
+        return BACKENDS[self.backend].logsumexp_dtype(self.dtype).itemsize
+
     def bytes_sent(self, rank: int) -> int:
         """Bytes that ``rank`` sends or contributes in a forward."""
         return sum(transfer.bytes for transfer in forward_transfers(self, rank))
@@ -167,6 +183,9 @@ def _needs_grad(call: Call) -> bool:
 def _decide(options: Options | None, call: Call) -> Plan:
     if options is None:
         return Plan("stock", reasons=("cp_dispatch is not enabled",))
+    devices = {x.device_mesh.device_type for x in call.tensors.values() if isinstance(x, DTensor)}
+    if not devices <= {"cpu", "cuda"}:
+        return Plan("stock", reasons=(f"cp_dispatch handles CPU and CUDA, not {devices}",))
     refusals = form_refusals(call)
     if refusals:
         return Plan("refused", reasons=tuple(refusals))
@@ -285,6 +304,10 @@ def explain(
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    plan = make_plan(current_options(), four_dims(call))
-    plan = _in_words(plan, four_dims(call))
+    options = current_options()
+    four = four_dims(without_causal_bias(call))
+    if options is not None and goes_past_dispatch(call):
+        plan = Plan("stock", reasons=(PAST_DISPATCH,))
+    else:
+        plan = _in_words(make_plan(options, four), four)
     return dataclasses.replace(plan, call=call.describe())

@@ -15,8 +15,6 @@ from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.call import Call
 from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
-_DEVICES = ("cpu", "cuda")
-
 
 def context_dims(tensor: DTensor) -> list[int]:
     """Mesh dims over which the sequence (dim -2) is sharded, in any way."""
@@ -25,7 +23,7 @@ def context_dims(tensor: DTensor) -> list[int]:
 
 
 def form_refusals(call: Call) -> list[str]:
-    """Arguments that are not DTensors of one mesh and dtype, on a device that is known."""
+    """Arguments that are not DTensors of one mesh and dtype."""
     reasons = []
     for name, tensor in call.tensors.items():
         if not isinstance(tensor, DTensor):
@@ -45,11 +43,6 @@ def form_refusals(call: Call) -> list[str]:
             )
         if tensor.dtype != query.dtype:
             reasons.append(f"{name} is {tensor.dtype}, query {query.dtype}; cast to one dtype")
-    if query.device_mesh.device_type not in _DEVICES:
-        reasons.append(
-            f"the mesh is on {query.device_mesh.device_type!r}; supported are "
-            f"{', '.join(map(repr, _DEVICES))}"
-        )
     return reasons
 
 

@@ -29,8 +29,8 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     if plan.schedule == "replicated_queries":
         rows = math.prod(query[:3])
         return [
-            Transfer("all_gather", "output", rows * value[3] * wide),
-            Transfer("all_gather", "logsumexp", rows * wide),
+            Transfer("all_gather", "output", rows * value[3] * plan.output_itemsize),
+            Transfer("all_gather", "logsumexp", rows * plan.lse_itemsize),
         ]
     return [
         Transfer("all_to_all", "key, value", plan.key_row_bytes * length)
@@ -65,15 +65,16 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     """Bytes that a forward and a backward hold at their peak on the fullest rank, beside inputs
     and what the kernel itself takes: outputs, accumulators, buffers in flight."""
     query, key, value = plan.shards
-    narrow, wide = plan.dtype.itemsize, wide_dtype(plan.dtype).itemsize
+    narrow, wide = plan.dtype.itemsize, plan.output_itemsize
     rows, output = math.prod(query[:3]), math.prod(query[:3]) * value[3]
     dkv = math.prod(key) + math.prod(value)
-    kernel = output * narrow + rows * wide
+    kernel = output * wide if wide == 8 else output * narrow
+    kernel += rows * plan.lse_itemsize
     if plan.world_size == 1:
         return kernel, (math.prod(query) + 2 * dkv) * narrow + dkv * wide
     if plan.schedule == "ring":
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
-        merging = output * (narrow + wide) + 2 * rows * wide
+        merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
         forward = in_flight + max(merging, kernel)
         backward = in_flight + 2 * dkv * wide + math.prod(query) * (narrow + wide) + dkv * narrow
         return forward, backward

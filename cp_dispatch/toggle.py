@@ -52,7 +52,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
         ContextParallelError: an unknown option, or torch's own context-parallel dispatcher is on.
     """
     options = _checked(schedule, layout)
-    with _lock:
+    with _lock, _undone_on_error():
         _stack.set(options)
         _sync()
 
@@ -77,7 +77,7 @@ def enabled(schedule: str = "auto", layout=None):
     Several threads may each have their own block.
     """
     options = _checked(schedule, layout)
-    with _lock:
+    with _lock, _undone_on_error():
         scope = _stack.push(options)
         _sync()
     try:
@@ -105,17 +105,39 @@ def _checked(schedule: str, layout) -> Options:
     return options
 
 
+@contextlib.contextmanager
+def _undone_on_error():
+    """An installation that fails leaves the options as they were."""
+    before = _stack.snapshot()
+    try:
+        yield
+    except BaseException:
+        _stack.restore(before)
+        raise
+
+
 def _sync() -> None:
     """Install or remove the override so that it is there exactly while somebody uses it."""
     if _stack.in_use and not _installed:
         # All fetched first: a kernel at one key changes what torch computes for the others.
         kernels = {key: composite_kernel(key) for key in _KEYS}
         library = torch.library.Library("aten", "IMPL")
-        for key, kernel in kernels.items():
-            library.impl("scaled_dot_product_attention", _override(kernel), key, with_keyset=True)
-        torch.library.register_torch_dispatch(
-            "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
-        )
+        try:
+            for key, kernel in kernels.items():
+                # A kernel that somebody else put there stays, and is the one we call on to.
+                library.impl(
+                    "scaled_dot_product_attention",
+                    _override(kernel),
+                    key,
+                    with_keyset=True,
+                    allow_override=True,
+                )
+            torch.library.register_torch_dispatch(
+                "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
+            )
+        except BaseException:
+            library._destroy()
+            raise
         _installed.append(library)
     elif _installed and not _stack.in_use:
         _installed.pop()._destroy()

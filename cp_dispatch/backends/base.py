@@ -14,8 +14,9 @@ class Backend:
     """One attention kernel on one block of queries and keys.
 
     Blocks are ``(B, H, S, D)`` with any strides. A causal block is square (see Note [Tiles] in
-    ``layouts/spans.py``). The logsumexp is always ``(B, H, S)``, natural log, float32 (float64
-    for float64), -inf for a row without keys; what a kernel does otherwise is put right here.
+    ``layouts/spans.py``). The logsumexp is always ``(B, H, S)``, natural log, in
+    :meth:`logsumexp_dtype`, -inf for a row without keys; what a kernel does otherwise is put
+    right here.
     """
 
     #: Key in ``BACKENDS`` and part of the op's name, ``ring_<name>_attention``.
@@ -26,8 +27,6 @@ class Backend:
     devices: ClassVar[tuple[str, ...]]
     #: The head dim is padded with zeros to a multiple of this, as torch does for the kernel.
     head_dim_multiple: ClassVar[int] = 1
-    #: Whether the op's output is float32 for 16-bit inputs, see :meth:`output_dtype`.
-    wide_output: ClassVar[bool] = False
     #: Whether the kernel takes dropout factors, and gives the gradient of a bias.
     takes_dropout: ClassVar[bool] = False
     mask_gradient: ClassVar[bool] = False
@@ -108,7 +107,11 @@ class Backend:
         Of the inputs, unless rounding the output before the backward would cost accuracy that
         the kernel has on one device; then the caller casts, after what autograd saves.
         """
-        return wide_dtype(dtype) if self.wide_output else dtype
+        return dtype
+
+    def logsumexp_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the logsumexp for inputs of ``dtype``."""
+        return wide_dtype(dtype)
 
     def pad(self, tensor: Tensor) -> Tensor:
         """The tensor as kernels take it: head dim with stride 1, and zeros after it up to the

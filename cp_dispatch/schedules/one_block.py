@@ -43,13 +43,14 @@ class _OneBlock:
         tiles = self._tiles(job, query)
         dtype = job.backend.output_dtype(query.dtype)
         merging = self.queries_are_whole and job.ring is not None
-        wide = wide_dtype(query.dtype)
-        result = OutputAccumulator(query, value.size(-1), len(tiles), wide if merging else dtype)
+        lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+        own_dtype = wide_dtype(dtype) if merging else dtype
+        result = OutputAccumulator(query, value.size(-1), len(tiles), own_dtype, lse_dtype)
         forward_block(job, query, key, value, tiles, result)
         output, logsumexp = result.finish()
         if not merging:
             return output, logsumexp
-        result = OutputAccumulator(query, value.size(-1), job.ring.world_size, dtype)
+        result = OutputAccumulator(query, value.size(-1), job.ring.world_size, dtype, lse_dtype)
         parts = job.ring.all_gather(output.transpose(1, 2)), job.ring.all_gather(logsumexp)
         for part, part_lse in zip(*parts, strict=True):
             result.add(part.transpose(1, 2), part_lse, 0)

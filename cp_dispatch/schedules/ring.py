@@ -46,7 +46,8 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     """
     hops = _hops(job, query)
     dtype = job.backend.output_dtype(query.dtype)
-    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype)
+    lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype, lse_dtype)
     keys = TravellingKeys(key, value, job)
     for tiles in hops:
         with keys.moving_on():
