@@ -23,7 +23,6 @@ class Transfer(NamedTuple):
 def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one forward on ``rank``, in order."""
     query, _, value = plan.shards
-    wide = wide_dtype(plan.dtype).itemsize
     if plan.world_size == 1 or plan.schedule == "replicated_keys":
         return []
     if plan.schedule == "replicated_queries":

@@ -148,7 +148,7 @@ def attempt(
         # Attention with dropout stays linear in value; and it must drop something.
         lhs, rhs = ((a.full_tensor().double() * b).sum() for a, b in
                     ((got[0], gradient), (got[3], tensors[2])))  # fmt: skip
-        change = _error(got[0].full_tensor(), exact[0])
+        change = (got[0].full_tensor().double() - exact[0]).norm() / exact[0].norm()
         right = abs(lhs - rhs) < 2e-2 * abs(lhs) and 0.05 < change < 2
         return _cell(right, ran, kernel)
     one_kernel = KERNELS.get(ran, KERNELS[kernel])
@@ -158,10 +158,13 @@ def attempt(
         one = run(single, special if lower_right else single_bias, gradient)
     right = True
     for mine, alone, true in zip(got, one, exact, strict=True):
-        # Where one device is exact to the last bit, as it is against its own dtype's reference or
-        # for a softmax over one key, a few roundings are allowed.
-        allowed = FACTOR * max(_error(alone, true), 4 * torch.finfo(dtype).eps)
-        right &= _error(mine.full_tensor(), true) <= allowed
+        allowed = FACTOR * (alone.double() - true).norm().item()
+        if allowed == 0 or dtype is torch.float64:
+            # One device is exact to the last bit, as for a softmax over one key, or the truth is
+            # no more exact than what is judged; then the rounding of a dot product over the head
+            # dim, in every element, is allowed.
+            allowed = torch.finfo(dtype).eps * (true.numel() * dim) ** 0.5
+        right &= (mine.full_tensor().double() - true).norm().item() <= allowed
     return _cell(right, ran, kernel)
 
 
@@ -169,11 +172,6 @@ def _distribute(tensor, mesh, placements):
     if isinstance(placements[0], Partial):
         return DTensor.from_local(tensor / mesh.size(), mesh, placements, run_check=False)
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-
-
-def _error(got, true) -> float:
-    """Relative to the true norm, or absolute where that is below 1."""
-    return ((got.double() - true).norm() / true.norm().clamp_min(1.0)).item()
 
 
 def _cell(right: bool, ran: str, kernel: str) -> str:

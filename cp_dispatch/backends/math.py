@@ -32,9 +32,7 @@ class Math(Backend):
     def _forward(self, query, key, value, bias, causal, scale, dropout=None):
         query, key, value = _widen(query, key, value)
         scores = _scores(query, key, bias, causal, scale)
-        largest = scores.amax(-1, keepdim=True)
-        # A row without keys: exp(-inf - 0) is 0, and -inf + inf would be NaN.
-        largest = largest.masked_fill(largest == -torch.inf, 0.0)
+        largest = _largest(scores)
         weight = torch.exp(scores - largest)
         total = weight.sum(-1, keepdim=True)
         logsumexp = largest.double() + total.double().log()
@@ -48,11 +46,12 @@ class Math(Backend):
         correction = (grad_output.double() * output.double()).sum(-1, keepdim=True)
         query, key, value = _widen(query, key, value)
         grad_output, correction = grad_output.to(query.dtype), correction.to(query.dtype)
-        # In two parts: one float32 logsumexp would put its rounding into every probability.
-        high = logsumexp.to(query.dtype)
-        low = (logsumexp - high).to(query.dtype).nan_to_num(0.0)
+        # exp(score - logsumexp), with the small difference in float32 and the rest, one number a
+        # row, in float64: as exact as the softmax of one device.
         scores = _scores(query, key, bias, causal, scale)
-        probability = torch.exp(scores - high.unsqueeze(-1) - low.unsqueeze(-1))
+        largest = _largest(scores)
+        share = torch.exp(largest.double() - logsumexp.unsqueeze(-1)).to(query.dtype)
+        probability = torch.exp(scores - largest) * share
         grad_probability = grad_output @ value.mT
         dropped = probability
         if dropout is not None:
@@ -64,6 +63,12 @@ class Math(Backend):
             (grad_scores.mT @ query) * scale,
         )
         return grad_query, grad_key, grad_value, grad_scores
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest score of each row; 0 for a row without keys, for -inf + inf would be NaN."""
+    largest = scores.amax(-1, keepdim=True)
+    return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
 def _widen(*tensors: Tensor) -> list[Tensor]:
