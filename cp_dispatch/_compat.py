@@ -7,14 +7,23 @@ may import a name that torch marks as private.
 import functools
 
 import torch
+import torch.distributed as dist
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
-from torch.distributed.tensor._ops.utils import generate_redistribute_costs, register_op_strategy
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+)
+from torch.distributed.tensor._ops.utils import (
+    generate_redistribute_costs,
+    register_op_strategy,
+)
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -23,16 +32,20 @@ __all__ = [
     "OpSpec",
     "OpStrategy",
     "RuntimeSchemaInfo",
+    "all_gather_single",
     "below_autograd",
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
     "dtensor_spec",
+    "functorch_is_active",
     "fused_sdp_choice",
     "generate_redistribute_costs",
     "get_unwrapped",
+    "group_name",
     "is_functorch_wrapped_tensor",
     "is_tracing",
+    "local_tensor",
     "local_tensor_mode",
     "register_op_strategy",
     "resolve_group",
@@ -40,6 +53,10 @@ __all__ = [
     "torch_context_parallel_is_on",
 ]
 
+# all_gather_into_tensor until torch 2.12, which deprecates that name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 
 
@@ -57,6 +74,16 @@ def composite_kernel(dispatch_key: str):
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:
     """Mesh, placements, global shape, strides and dtype of a DTensor, hashable."""
     return tensor._spec
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This rank's shard, without autograd and without a collective."""
+    return tensor._local_tensor
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which :func:`resolve_group` finds a group."""
+    return group.group_name
 
 
 def local_tensor_mode() -> type | None:

@@ -4,14 +4,49 @@ from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cp_dispatch._compat import disable_current_modes, fused_sdp_choice, sdp_priority_order
 from cp_dispatch.backends import BACKENDS
 
 # What torch's choice returns when no backend that is switched on fits.
 _NONE_FITS = -1
+
+
+class Mask(NamedTuple):
+    """What torch's choice depends on in a mask: ``shape`` is that of one hop's part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """One rank's part of a call, as far as the choice of a backend looks.
+
+    ``shapes`` are ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)`` of the largest
+    shard, equal on all ranks, so that all ranks choose alike.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device_type: str
+    is_causal: bool = False
+    enable_gqa: bool = False
+    needs_grad: bool = False
+    mask: Mask | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def is_causal_square(self) -> bool:
+        """Whether kernels see ``is_causal``. Tiles are square where they are causal, so a causal
+        call between different lengths may use kernels that refuse it on one device."""
+        return self.is_causal and self.shapes[0][2] == self.shapes[1][2]
 
 
 def sdp_flags() -> tuple:
@@ -27,64 +62,79 @@ def sdp_flags() -> tuple:
     )
 
 
-def choose_backend(
-    shapes: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
-    device_type: str,
-    is_causal: bool,
-    enable_gqa: bool,
-    needs_grad: bool,
-) -> tuple[str | None, tuple[str, ...]]:
-    """Name of the backend for local ``(query, key, value)`` shapes.
-
-    If no backend that is switched on fits: None, and torch's reasons against each.
+def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:
+    """Name of the backend, and the reasons if they are ours; None if no backend fits.
 
     Torch is asked with its own function, so ``sdpa_kernel(...)``, the ``torch.backends.cuda``
-    flags and the priority order mean what they mean on one device. The shapes are those of the
-    largest shard, equal on all ranks, so that all ranks choose alike.
-
-    Tiles are square where they are causal, so a causal call between different lengths may use
-    kernels that refuse it on one device. A backend that takes no grouped heads is given
-    repeated ones, as torch does for its math kernel, if nothing else is switched on.
+    flags and the priority order mean what they mean on one device. A backend that takes no
+    grouped heads is given repeated ones, as torch does for its math kernel, if nothing else is
+    switched on.
     """
-    query, key, value = shapes
-    square = query[2] == key[2]
-    device = torch.cuda.current_device() if device_type == "cuda" else 0
-    is_causal = is_causal and square
-    where = (dtype, device_type, device, is_causal)
-    choice, reasons = _choice(query, key, value, *where, enable_gqa, needs_grad, sdp_flags())
-    if choice == _NONE_FITS and key[1] != query[1]:
-        key, value = ((x[0], query[1], *x[2:]) for x in (key, value))
-        choice, reasons = _choice(query, key, value, *where, False, needs_grad, sdp_flags())
+    only_math = _needs_math(local)
+    if only_math:
+        return ("math" if torch.backends.cuda.math_sdp_enabled() else None), only_math
+    query, *rest = local.shapes
+    device = torch.cuda.current_device() if local.device_type == "cuda" else 0
+    choice = _choice(local, device, sdp_flags())
+    if choice == _NONE_FITS and rest[0][1] != query[1]:
+        repeated = ((x[0], query[1], *x[2:]) for x in rest)
+        local = replace(local, shapes=(query, *repeated), enable_gqa=False)
+        choice = _choice(local, device, sdp_flags())
     for name, backend in BACKENDS.items():
-        if backend.sdp_backend.value == choice and device_type in backend.devices:
+        if backend.sdp_backend.value == choice and local.device_type in backend.devices:
             return name, ()
-    return None, reasons
+    return None, ()
+
+
+def _needs_math(local: LocalCall) -> tuple[str, ...]:
+    """Why only our math backend can do it, if so."""
+    reasons = []
+    mask = local.mask
+    if local.dropout_p > 0.0:
+        reasons.append("math: the coins of dropout belong to (query, key) pairs, not to a kernel")
+    if mask is not None and mask.needs_grad:
+        reasons.append("math: only it gives the gradient of a bias")
+    if mask is not None and mask.dtype not in (torch.bool, local.dtype):
+        reasons.append(f"math: only it takes a {mask.dtype} bias beside {local.dtype}")
+    return tuple(reasons)
+
+
+def local_tensors(local: LocalCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key, value and mask of a local call, real ones that hold one row each.
+
+    Torch's choice looks at metadata only, but answers "math" for every fake CUDA tensor; and the
+    shards themselves may be traced, or empty on some rank.
+    """
+    tensors = [
+        torch.empty(
+            shape[3], dtype=local.dtype, device=local.device_type, requires_grad=local.needs_grad
+        ).expand(shape)
+        for shape in local.shapes
+    ]
+    mask = local.mask
+    if mask is None:
+        return *tensors, None
+    row = torch.empty(mask.shape[-1], dtype=mask.dtype, device=local.device_type)
+    return *tensors, row.expand(mask.shape)
 
 
 @functools.lru_cache(maxsize=512)
-def _choice(
-    query, key, value, dtype, device_type, device, is_causal, enable_gqa, needs_grad, flags
-) -> tuple[int, tuple[str, ...]]:
-    """Torch's choice and, where nothing fits, what torch says of every backend."""
-    # Real tensors that hold one row: torch's choice looks at metadata only, but answers "math"
-    # for every fake CUDA tensor; shards may be traced, or empty on some rank.
-    with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        tensors = [
-            torch.empty(
-                shape[3],
-                dtype=dtype,
-                device=torch.device(device_type, device),
-                requires_grad=needs_grad,
-            ).expand(shape)
-            for shape in (query, key, value)
-        ]
+def _choice(local: LocalCall, device: int, flags: tuple) -> int:
+    with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings():
+        # Torch warns of every reason before it raises; why_not.py asks for them.
+        warnings.simplefilter("ignore")
+        query, key, value, mask = local_tensors(local)
         try:
-            choice = fused_sdp_choice(*tensors, None, 0.0, is_causal, enable_gqa=enable_gqa)
-        except RuntimeError as error:
-            said_of_it = (
-                str(warning.message).split(" (Triggered internally")[0] for warning in said
+            return int(
+                fused_sdp_choice(
+                    query,
+                    key,
+                    value,
+                    mask,
+                    0.0,
+                    local.is_causal_square,
+                    enable_gqa=local.enable_gqa,
+                )  # fmt: skip
             )
-            return _NONE_FITS, (*said_of_it, str(error).splitlines()[0])
-    return int(choice), ()
+        except RuntimeError:
+            return _NONE_FITS

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dispatch._compat import get_unwrapped, is_functorch_wrapped_tensor
+from cp_dispatch._compat import (
+    functorch_is_active,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_tracing,
+)
+from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.groups import ring_group_name
+from cp_dispatch.layouts.spans import Span, chunk
+from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.ops import forward_op
 from cp_dispatch.options import Options
 from cp_dispatch.plan import make_plan
@@ -15,51 +24,89 @@ from cp_dispatch.plan import make_plan
 
 def involves_dtensor(query, key, value, attn_mask) -> bool:
     """Whether any argument is a DTensor. Every plain call pays for this, so it is short."""
-    for tensor in (query, key, value, attn_mask):
-        if type(tensor) is torch.Tensor:
-            # Under torch.func transforms a DTensor hides in a wrapper.
-            if is_functorch_wrapped_tensor(tensor):
-                _refuse_functorch(tensor)
-        elif isinstance(tensor, DTensor):
-            return True
-    return False
+    plain = torch.Tensor
+    if (
+        type(query) is plain
+        and type(key) is plain
+        and type(value) is plain
+        and (attn_mask is None or type(attn_mask) is plain)
+        and not functorch_is_active()
+    ):
+        return False
+    tensors = query, key, value, attn_mask
+    if functorch_is_active():
+        _refuse_functorch(tensors)
+    return any(isinstance(x, DTensor) for x in tensors)
 
 
-def attend(options: Options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+def attend(
+    options: Options,
+    query,
+    key,
+    value,
+    attn_mask,
+    dropout_p,
+    is_causal,
+    scale,
+    enable_gqa,
+):
     """Run a call that involves a DTensor, or return NotImplemented to leave it to torch.
 
     Raises:
-        ContextParallelError: the call is not supported; nothing was sent.
+        ContextParallelError: the call is not supported, or in the debug mode the ranks' calls
+            differ; nothing was computed.
     """
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if debug_is_on():
+        check_agreement(options, call)
+    call = four_dims(call)
     plan = make_plan(options, call)
     if plan.handler == "stock":
         return NotImplemented
     if plan.handler == "refused":
         raise plan.error()
-    output, _ = forward_op(plan.backend)(
-        query, key, value, is_causal, scale, query.shape[2], key.shape[2],
-        plan.schedule if plan.schedule != "local" else "ring", _group_name(query, plan.mesh_dim),
-    )  # fmt: skip
-    return output if output.dtype is query.dtype else output.to(query.dtype)
-
-
-def _group_name(query: DTensor, mesh_dim: int | None) -> str:
-    """The process group of the ranks that share the sequence, "" if none do."""
     mesh = query.device_mesh
-    # A rank outside the mesh takes no part, and has no group.
-    if mesh_dim is None or mesh.get_coordinate() is None:
-        return ""
-    return mesh.get_group(mesh_dim).group_name
+    mask = call.attn_mask
+    if mask is not None and not isinstance(mask, DTensor) and not is_tracing():
+        everywhere = [Replicate()] * mesh.ndim
+        mask = DTensor.from_local(mask.detach(), mesh, everywhere, run_check=False)
+    seed = None
+    if dropout_p > 0.0:
+        # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
+        seed = torch.randint(2**62, (), device=mesh.device_type)
+    output, _ = forward_op(plan.backend)(
+        call.query, call.key, call.value, mask, seed, dropout_p,
+        [] if seed is None else _dropout_origin(call.query), is_causal, scale,
+        call.query.shape[2], call.key.shape[2], plan.op_schedule,
+        [mesh.size(dim) for dim in plan.mesh_dims], ring_group_name(mesh, plan.mesh_dims),
+    )  # fmt: skip
+    output = output if output.dtype is query.dtype else output.to(query.dtype)
+    return like_query(output, query)
 
 
-def _refuse_functorch(tensor) -> None:
-    inner = tensor
-    while is_functorch_wrapped_tensor(inner):
-        inner = get_unwrapped(inner)
-    if isinstance(inner, DTensor):
-        raise ContextParallelError(
-            "cp_dispatch does not support DTensors under torch.func transforms (vmap, grad, "
-            "jvp). Given: scaled_dot_product_attention on a DTensor inside a transform. "
-            "Supported: autograd. Use torch.autograd.grad, or cp_dispatch.disable()."
-        )
+def _dropout_origin(query: DTensor) -> list[int]:
+    """First batch row and head of this rank's shard, and the number of heads, all global."""
+    mesh = query.device_mesh
+    coordinate = mesh.get_coordinate() or (0,) * mesh.ndim
+    starts = []
+    for tensor_dim in (0, 1):
+        span = Span(0, int(query.shape[tensor_dim]))
+        for mesh_dim, placement in enumerate(query.placements):
+            if placement == Shard(tensor_dim):
+                span = chunk(span, mesh.size(mesh_dim))[coordinate[mesh_dim]]
+        starts.append(span.position)
+    return [*starts, int(query.shape[1])]
+
+
+def _refuse_functorch(tensors) -> None:
+    """Under torch.func transforms a DTensor hides in a wrapper."""
+    for tensor in tensors:
+        while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+            if isinstance(tensor, DTensor):
+                raise ContextParallelError(
+                    "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
+                    "grad, jvp). Given: scaled_dot_product_attention on a DTensor inside a "
+                    "transform. Supported: autograd. Use torch.autograd.grad, or "
+                    "cp_dispatch.disable()."
+                )

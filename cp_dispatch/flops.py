@@ -13,13 +13,28 @@ from cp_dispatch.backends import BACKENDS
 from cp_dispatch.ops import backward_op, forward_op
 
 
-def _forward_flops(query, key, value, is_causal, scale, query_length, key_length, *_, **__):
+def _forward_flops(
+    query,
+    key,
+    value,
+    attn_mask,
+    dropout_seed,
+    dropout_p,
+    dropout_origin,
+    is_causal,
+    scale,
+    query_length,
+    key_length,
+    *_,
+    **__,
+):
     batch, heads, rows, dim = query
     return 2 * batch * heads * rows * key_length * (dim + value[-1])
 
 
 def _backward_flops(
     grad_output, query, key, value, output, logsumexp,
+    attn_mask, dropout_seed, dropout_p, dropout_origin,
     is_causal, scale, query_length, key_length, *_, **__,
 ):  # fmt: skip
     batch, heads, rows, dim = query

@@ -27,7 +27,7 @@ def merge_partials(
 
     Args:
         out_a, out_b: partial outputs ``(B, H, S, D)``, any strides and floating dtypes.
-        lse_a, lse_b: their logsumexp ``(B, H, S)``, natural log, float32 (float64 for float64).
+        lse_a, lse_b: their logsumexp ``(B, H, S)``, natural log, float32 or float64.
         out: where the merged output is written, ``(B, H, S, D)``; its dtype is the cast.
         lse: where the merged logsumexp is written, ``(B, H, S)``.
     """
@@ -78,11 +78,19 @@ class OutputAccumulator:
     dtype, so that a ring of W hops does W - 1 merges and no other pass over the output.
     """
 
-    def __init__(self, query: Tensor, value_dim: int, tiles: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        query: Tensor,
+        value_dim: int,
+        tiles: int,
+        dtype: torch.dtype,
+        lse_dtype: torch.dtype,
+    ):
         self._like = query
+        self._lse_dtype = lse_dtype
         self._dtype = dtype
         self._shape = (query.size(0), query.size(1), query.size(2), value_dim)
-        self._wide = wide_dtype(query.dtype)
+        self._wide = wide_dtype(dtype)
         self._left = tiles
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
@@ -110,17 +118,17 @@ class OutputAccumulator:
         merge_partials(part, part_lse, out, lse, part, part_lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """``(output, logsumexp)``: ``dtype``, token-major; float32 or float64, contiguous."""
+        """``(output, logsumexp)``: in ``dtype``, token-major; in ``lse_dtype``, contiguous."""
         if self._out is None:
             self._make_wide()
         out = self._out
         final = token_major(*self._shape, like=self._like, dtype=self._dtype)
         if out.dtype is not final.dtype or out.stride() != final.stride():
             out = final.copy_(out)
-        return out, self._lse.to(self._wide).contiguous()
+        return out, self._lse.to(self._lse_dtype).contiguous()
 
     def _empty_lse(self) -> Tensor:
-        return self._like.new_empty(self._shape[:3], dtype=self._wide)
+        return self._like.new_empty(self._shape[:3], dtype=self._lse_dtype)
 
     def _make_wide(self) -> None:
         """Own a wide accumulator over all rows, holding what was there."""

@@ -8,33 +8,40 @@ argument or a saved tensor, so that no op reads an option.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
-from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
+from cp_dispatch.backends import BACKENDS, Backend
+from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import natural
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.job import Job
 
 NAMESPACE = "cp_dispatch"
 
 # Shapes, for a rank that owns Sq of query_length rows and Sk of key_length keys:
 #   query, grad_output, output (B, H, Sq, D), (B, H, Sq, Dv), (B, H, Sq, Dv)
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
-#   logsumexp                  (B, H, Sq), natural log, float32 (float64 for float64)
-# All in one dtype, but that output and grad_output of ring_math_attention are float32 for 16-bit
-# inputs.
-# scale None is 1 / sqrt(D). group_name "" means that this rank holds the whole sequence.
-# key_grad False: grad_key and grad_value are placeholders without meaning.
+#   attn_mask                  (B or 1, H or 1, Sq or 1, key_length or 1), bool or a bias
+#   logsumexp                  (B, H, Sq), natural log, float32; float64 for float64 and math
+# All in one dtype, but that output and grad_output of ring_math_attention are float64.
+# scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
+# whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
+# int64; dropout_origin is [first batch row, first head, number of heads] in global terms.
+# key_grad False: grad_key and grad_value are placeholders without meaning; mask_grad likewise.
 _OPTIONS = (
+    "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] dropout_origin, "
     "bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
-    "str schedule, str group_name"
+    "str schedule, int[] ring_shape, str group_name"
 )
 FORWARD_SCHEMA = (
     f"ring_{{}}_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS})"
@@ -42,9 +49,12 @@ FORWARD_SCHEMA = (
 )
 BACKWARD_SCHEMA = (
     "ring_{}_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value,"
-    f" Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad)"
-    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    f" Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad, bool mask_grad)"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)"
 )
+
+# Where the schedule is among the arguments after logsumexp, or after value in a forward.
+_SCHEDULE = 8
 
 library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -59,57 +69,65 @@ def backward_op(backend: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.cp_dispatch, f"ring_{backend}_attention_backward").default
 
 
-def _ring(group_name: str, device: torch.device) -> Ring | None:
-    if not group_name:
-        return None
-    ring = Ring(resolve_group(group_name), device)
-    return ring if ring.world_size > 1 else None
+def _job(
+    backend, query, attn_mask, dropout_seed, dropout_p, dropout_origin,
+    is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
+) -> Job:  # fmt: skip
+    ring = Ring(resolve_group(group_name), query.device) if group_name else None
+    if ring is not None and ring.world_size == 1:
+        ring = None
+    dropout = None
+    if dropout_seed is not None:
+        dropout = Dropout(dropout_p, dropout_seed, *dropout_origin, query_length)
+    return Job(
+        backend,
+        SCHEDULES[schedule].geometry(query_length, key_length, ring_shape, is_causal),
+        1 / math.sqrt(query.size(-1)) if scale is None else scale,
+        ring,
+        attn_mask,
+        dropout,
+    )
 
 
 def _define(backend: Backend) -> None:
     """Define both ops of one backend."""
 
-    def forward(
-        query, key, value, is_causal, scale, query_length, key_length, schedule, group_name
-    ):
-        ring = _ring(group_name, query.device)
-        geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    def forward(query, key, value, *options):
+        job = _job(backend, query, *options)
         value_dim = value.size(-1)
         query, key, value = map(backend.pad, (query, key, value))
-        output, logsumexp = SCHEDULES[schedule].forward(
-            backend, query, key, value, geometry, scale, ring
-        )
+        schedule = SCHEDULES[options[_SCHEDULE]]
+        output, logsumexp = schedule.forward(job, query, key, value)
         return _unpad(output, value_dim), logsumexp
 
-    def backward(
-        grad_output, query, key, value, output, logsumexp,
-        is_causal, scale, query_length, key_length, schedule, group_name, key_grad,
-    ):  # fmt: skip
-        ring = _ring(group_name, query.device)
-        geometry = natural(query_length, key_length, ring.world_size if ring else 1, is_causal)
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        dim, value_dim = query.size(-1), value.size(-1)
+    def backward(grad_output, query, key, value, output, logsumexp, *options):
+        *options, key_grad, mask_grad = options
+        job = _job(backend, query, *options)
         padded = map(backend.pad, (grad_output, query, key, value, output))
-        dq, dk, dv = SCHEDULES[schedule].backward(
-            backend, *padded, logsumexp, geometry, scale, ring, key_grad
+        schedule = SCHEDULES[options[_SCHEDULE]]
+        dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+        attn_mask = options[0]
+        return (
+            _unpad(dq, query.size(-1)),
+            _unpad(dk, key.size(-1)) if key_grad else _placeholder(key),
+            _unpad(dv, value.size(-1)) if key_grad else _placeholder(value),
+            dmask.to(attn_mask.dtype) if mask_grad else _no_mask_grad(attn_mask, query),
         )
-        if not key_grad:
-            return _unpad(dq, dim), _placeholder(key), _placeholder(value)
-        return _unpad(dq, dim), _unpad(dk, dim), _unpad(dv, value_dim)
 
     def forward_fake(query, key, value, *options):
         batch, heads, length, _ = query.shape
         dtype = backend.output_dtype(query.dtype)
         output = token_major(batch, heads, length, value.size(-1), like=query, dtype=dtype)
-        return output, query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
+        return output, query.new_empty(query.shape[:3], dtype=backend.logsumexp_dtype(query.dtype))
 
-    def backward_fake(grad_output, query, key, value, output, logsumexp, *options):
-        key_grad = options[-1]
-        grad_query = token_major(*query.shape, like=query)
-        if not key_grad:
-            return grad_query, _placeholder(key), _placeholder(value)
-        return grad_query, token_major(*key.shape, like=key), token_major(*value.shape, like=value)
+    def backward_fake(grad_output, query, key, value, output, logsumexp, attn_mask, *options):
+        key_grad, mask_grad = options[-2:]
+        return (
+            token_major(*query.shape, like=query),
+            token_major(*key.shape, like=key) if key_grad else _placeholder(key),
+            token_major(*value.shape, like=value) if key_grad else _placeholder(value),
+            attn_mask.new_empty(attn_mask.shape) if mask_grad else _no_mask_grad(attn_mask, query),
+        )
 
     for schema, kernel, fake in (
         (FORWARD_SCHEMA, forward, forward_fake),
@@ -137,8 +155,12 @@ def _unpad(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _placeholder(like: Tensor) -> Tensor:
-    """A tensor of the right shape that holds one element."""
-    return like.new_empty(1).expand(like.shape)
+    """A tensor of the right shape that holds one element; a zero, so that two runs agree."""
+    return like.new_zeros(1).expand(like.shape)
+
+
+def _no_mask_grad(attn_mask: Tensor | None, query: Tensor) -> Tensor:
+    return _placeholder(attn_mask) if attn_mask is not None else query.new_empty(0)
 
 
 def _autograd(name: str):
@@ -146,10 +168,11 @@ def _autograd(name: str):
 
     class RingAttention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value, *options):
-            with below_autograd():
-                output, logsumexp = forward_op(name)(query, key, value, *options)
-            ctx.save_for_backward(query, key, value, output, logsumexp)
+        def forward(ctx, query, key, value, attn_mask, dropout_seed, *options):
+            tensors = query, key, value, attn_mask, dropout_seed
+            with below_autograd(), _plain_replicated(query, attn_mask):
+                output, logsumexp = forward_op(name)(*tensors, *options)
+            ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask, dropout_seed)
             ctx.options = options
             ctx.mark_non_differentiable(logsumexp)
             ctx.set_materialize_grads(False)
@@ -157,27 +180,48 @@ def _autograd(name: str):
 
         @staticmethod
         def backward(ctx, grad_output, _):
+            rest = (None,) * (1 + len(ctx.options))
             if grad_output is None:
-                return (None,) * (3 + len(ctx.options))
-            needs_query, needs_key, needs_value = ctx.needs_input_grad[:3]
-            grads = backward_op(name)(
-                grad_output, *ctx.saved_tensors, *ctx.options, needs_key or needs_value
-            )
-            needs = (needs_query, needs_key, needs_value)
-            return (
-                *(g if need else None for g, need in zip(grads, needs, strict=True)),
-                *(None,) * len(ctx.options),
-            )
+                return (None,) * 4 + rest
+            needs = ctx.needs_input_grad[:4]
+            # Once: a checkpoint recomputes at the first look and refuses a second.
+            saved = ctx.saved_tensors
+            with _plain_replicated(grad_output, saved[5]):
+                grads = backward_op(name)(
+                    grad_output, *saved, *ctx.options, needs[1] or needs[2], needs[3]
+                )
+            grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
+            if needs[3]:
+                grads[3] = _placed_like(grads[3], saved[5])
+            return (*grads, *rest)
 
-    def autograd_kernel(query, key, value, *options):
-        if torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        ):
-            return RingAttention.apply(query, key, value, *options)
-        with below_autograd():
-            return forward_op(name)(query, key, value, *options)
+    def autograd_kernel(*args):
+        if torch.is_grad_enabled() and _any_needs_grad(args):
+            return RingAttention.apply(*args)
+        with below_autograd(), _plain_replicated(args[0], args[3]):
+            return forward_op(name)(*args)
 
     return autograd_kernel
+
+
+def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
+    """A bias's gradient in the bias's own placement; a bias is a parameter more often than not."""
+    if not isinstance(mask, DTensor) or grad.placements == mask.placements:
+        return grad
+    wanted = [Replicate() if isinstance(p, Partial) else p for p in mask.placements]
+    return grad.redistribute(placements=wanted)
+
+
+def _plain_replicated(query: Tensor, mask: Tensor | None):
+    """Let DTensor take a plain mask as replicated. Only traces have one: the flag is global, and
+    in eager mode the mask has become a DTensor before."""
+    if isinstance(query, DTensor) and mask is not None and not isinstance(mask, DTensor):
+        return implicit_replication()
+    return contextlib.nullcontext()
+
+
+def _any_needs_grad(args: tuple) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 def _refuse_double_backward(name: str):
@@ -201,7 +245,7 @@ def _refuse_double_backward(name: str):
             )
 
     def autograd_kernel(*args):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        if torch.is_grad_enabled() and _any_needs_grad(args):
             return RingAttentionBackward.apply(*args)
         with below_autograd():
             return backward_op(name)(*args)

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules import CHOICES
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Options:
     """What ``enable`` was told.
 
     Attributes:
-        schedule: ``"auto"`` or a name in ``SCHEDULES``.
+        schedule: ``"auto"`` or one of ``CHOICES``.
         layout: None, the sequence is in natural order.
     """
 
@@ -22,7 +22,7 @@ class Options:
     layout: None = None
 
     def __post_init__(self):
-        choices = ("auto", *SCHEDULES)
+        choices = ("auto", *CHOICES)
         if self.schedule not in choices:
             raise ContextParallelError(
                 f"schedule must be one of {', '.join(map(repr, choices))}, got {self.schedule!r}"
@@ -55,19 +55,32 @@ class OptionStack:
         self._thread = threading.local()
 
     def current(self) -> Options | None:
-        own = getattr(self._thread, "scopes", None)
-        if own:
-            return own[-1].options
+        own = self._own()
+        return own[-1].options if own else self.latest()
+
+    def latest(self) -> Options | None:
+        """Options of a thread without a scope of its own."""
         scopes = self._scopes
         return scopes[-1].options if scopes else self._process
 
     def set(self, options: Options | None) -> None:
         """Set the innermost scope of this thread, or the process outside any."""
-        own = getattr(self._thread, "scopes", None)
+        own = self._own()
         if own:
             own[-1].options = options
         else:
             self._process = options
+
+    def snapshot(self) -> tuple:
+        """What :meth:`restore` needs to undo a :meth:`set` or :meth:`push` of this thread."""
+        own = self._own()
+        return self._process, self._scopes, list(own), own[-1].options if own else None
+
+    def restore(self, snapshot: tuple) -> None:
+        self._process, self._scopes, own, options = snapshot
+        self._thread.scopes = own
+        if own:
+            own[-1].options = options
 
     def push(self, options: Options) -> Scope:
         scope = Scope(options)
@@ -79,10 +92,17 @@ class OptionStack:
         return scope
 
     def remove(self, scope: Scope) -> None:
-        own = getattr(self._thread, "scopes", [])
-        if scope in own:
-            own.remove(scope)
+        """End a scope, from whatever thread."""
         self._scopes = [other for other in self._scopes if other is not scope]
+
+    def _own(self) -> list[Scope]:
+        """Scopes that this thread entered and that have not ended."""
+        own = getattr(self._thread, "scopes", None)
+        if not own:
+            return []
+        while own and not any(own[-1] is scope for scope in self._scopes):
+            own.pop()
+        return own
 
     @property
     def in_use(self) -> bool:

@@ -4,16 +4,24 @@ communication; all ranks come to the same plan because it looks only at what the
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
+from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.call import Call
-from cp_dispatch.choose import choose_backend, sdp_flags
+from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Geometry, natural
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.normalize import (
+    PAST_DISPATCH,
+    four_dims,
+    goes_past_dispatch,
+    without_causal_bias,
+)
 from cp_dispatch.options import Options
 from cp_dispatch.refusal import (
     context_dims,
@@ -21,6 +29,16 @@ from cp_dispatch.refusal import (
     ring_refusals,
     unsharded_refusals,
 )
+from cp_dispatch.report import (
+    Transfer,
+    backward_transfers,
+    describe,
+    extra_bytes,
+    forward_transfers,
+)
+from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.sharding import sequence_kinds, target_placements
+from cp_dispatch.why_not import reasons_against
 
 
 @dataclass(frozen=True)
@@ -31,70 +49,83 @@ class Plan:
         handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
         backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
-        schedule: ``"ring"``, or ``"local"`` if no rank needs another's keys.
-        mesh_dim: mesh dim whose ranks share the sequence, None if the schedule is ``"local"``.
-        world_size: how many ranks that are.
+        schedule: ``"ring"``; ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs
+            to move; ``"local"`` if the sequence is not sharded.
+        mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
+        ring_shape: their sizes.
         query_length, key_length: global lengths in positions.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
+        backends_refused: every other backend with all the reasons against it; ``explain`` and
+            errors have it, a plan on its way to an op does not.
         call: the call in words.
-        key_row_bytes: bytes that one position of key and value takes on a rank.
+        shards: local shapes of query, key and value on the rank that has most.
+        dtype: theirs.
     """
 
     handler: str
     backend: str | None = None
     schedule: str | None = None
     is_causal: bool = False
-    mesh_dim: int | None = None
-    world_size: int = 1
+    mesh_dims: tuple[int, ...] = ()
+    ring_shape: tuple[int, ...] = ()
     query_length: int = 0
     key_length: int = 0
     reasons: tuple[str, ...] = ()
+    backends_refused: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
     call: str = field(default="", compare=False)
-    key_row_bytes: int = 0
+    shards: tuple[tuple[int, ...], ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the sequence."""
+        return math.prod(self.ring_shape)
+
+    @property
+    def op_schedule(self) -> str:
+        """The schedule's name as the op takes it: one rank is a ring of one."""
+        return "ring" if self.schedule == "local" else self.schedule
 
     @property
     def geometry(self) -> Geometry:
-        return natural(self.query_length, self.key_length, self.world_size, self.is_causal)
+        return SCHEDULES[self.op_schedule].geometry(
+            self.query_length, self.key_length, self.ring_shape, self.is_causal
+        )
+
+    @property
+    def key_row_bytes(self) -> int:
+        """Bytes that one position of key and value takes on a rank."""
+        _, key, value = self.shards
+        return key[0] * key[1] * (key[3] + value[3]) * self.dtype.itemsize
+
+    @property
+    def output_itemsize(self) -> int:
+        """Bytes of an element of an output while partial ones are merged."""
+        return wide_dtype(BACKENDS[self.backend].output_dtype(self.dtype)).itemsize
+
+    @property
+    def lse_itemsize(self) -> int:
+        """Bytes of an element of a logsumexp."""
+        return BACKENDS[self.backend].logsumexp_dtype(self.dtype).itemsize
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes of keys and values that ``rank`` sends in a forward."""
-        geometry = self.geometry
-        return self.key_row_bytes * sum(
-            geometry.key_length(owner)
-            for hop in range(geometry.key_transitions)
-            if geometry.last_hop(owner := (rank - hop) % self.world_size) > hop
-        )
+        """Bytes that ``rank`` sends or contributes in a forward."""
+        return sum(transfer.bytes for transfer in forward_transfers(self, rank))
+
+    def transfers(self, rank: int) -> tuple[list[Transfer], list[Transfer]]:
+        """The collectives of ``rank`` in a forward and in a backward, in order."""
+        return forward_transfers(self, rank), backward_transfers(self, rank)
+
+    def extra_bytes(self) -> tuple[int, int]:
+        """Peak extra bytes of a forward and of a backward, see :func:`report.extra_bytes`."""
+        return extra_bytes(self)
 
     def error(self) -> ContextParallelError:
         """The error of a refused call: what was given, all reasons, what to do."""
         return ContextParallelError(str(self))
 
     def __str__(self) -> str:
-        given = "\n".join("    " + line for line in self.call.splitlines())
-        why = "\n".join(f"  - {reason}" for reason in self.reasons)
-        if self.handler == "refused":
-            return (
-                "cp_dispatch does not support this scaled_dot_product_attention call.\n"
-                f"  given:\n{given}\n  refused because:\n"
-                + "\n".join("  " + line for line in why.splitlines())
-            )
-        if self.handler == "stock":
-            return f"handled by torch as it is\n{given}\n{why}"
-        lines = [
-            f"handled by cp_dispatch: {self.schedule} over {self.world_size} ranks, "
-            f"{self.backend} kernel",
-            given,
-        ]
-        if self.schedule != "local":
-            lines.append("  rank  hops computed/skipped  MiB sent (forward)")
-            for rank in range(self.world_size):
-                computed = sum(
-                    bool(self.geometry.tiles(rank, owner)) for owner in range(self.world_size)
-                )
-                sent = self.bytes_sent(rank) / 2**20
-                skipped = self.world_size - computed
-                lines.append(f"  {rank:4d}  {computed:13d}/{skipped:<7d}  {sent:18.3f}")
-        return "\n".join([*lines, why] if why else lines)
+        return describe(self)
 
 
 def make_plan(options: Options | None, call: Call) -> Plan:
@@ -104,12 +135,18 @@ def make_plan(options: Options | None, call: Call) -> Plan:
     if plan is None:
         plan = _decide(options, call)
         if plan.handler == "refused":
-            return dataclasses.replace(plan, call=call.describe())
+            return _in_words(plan, call)
         if key is not None:
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
     return plan
+
+
+def _in_words(plan: Plan, call: Call) -> Plan:
+    """The plan with what only people read."""
+    against = reasons_against(_local_call(call), plan.backend) if plan.shards else {}
+    return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
 
 
 _plans: dict[tuple, Plan] = {}
@@ -119,11 +156,15 @@ _MAX_PLANS = 1024
 def _cache_key(options: Options | None, call: Call) -> tuple | None:
     """All that a decision looks at; None where there is no telling (in a trace, other types)."""
     tensors = call.query, call.key, call.value
-    if is_tracing() or not all(type(x) is DTensor for x in tensors) or call.attn_mask is not None:
+    if is_tracing() or not all(type(x) is DTensor for x in tensors):
+        return None
+    mask = call.attn_mask
+    if mask is not None and type(mask) is not DTensor:
         return None
     return (
         options,
         *map(dtensor_spec, tensors),
+        None if mask is None else (dtensor_spec(mask), mask.requires_grad),
         call.dropout_p,
         call.is_causal,
         call.enable_gqa,
@@ -135,13 +176,16 @@ def _cache_key(options: Options | None, call: Call) -> tuple | None:
 
 def _needs_grad(call: Call) -> bool:
     return torch.is_grad_enabled() and any(
-        x.requires_grad for x in (call.query, call.key, call.value)
+        x.requires_grad for x in (call.query, call.key, call.value, call.attn_mask) if x is not None
     )
 
 
 def _decide(options: Options | None, call: Call) -> Plan:
     if options is None:
         return Plan("stock", reasons=("cp_dispatch is not enabled",))
+    devices = {x.device_mesh.device_type for x in call.tensors.values() if isinstance(x, DTensor)}
+    if not devices <= {"cpu", "cuda"}:
+        return Plan("stock", reasons=(f"cp_dispatch handles CPU and CUDA, not {devices}",))
     refusals = form_refusals(call)
     if refusals:
         return Plan("refused", reasons=tuple(refusals))
@@ -152,43 +196,77 @@ def _decide(options: Options | None, call: Call) -> Plan:
         refusals = unsharded_refusals(call)
         if refusals:
             return Plan("refused", reasons=tuple(refusals))
-        return _with_backend(call, "local", None)
+        return _with_backend(call, "local", ())
     refusals = ring_refusals(call)
     if refusals:
         return Plan("refused", reasons=tuple(refusals))
-    schedule = "ring" if options.schedule == "auto" else options.schedule
-    return _with_backend(call, schedule, context_dims(call.query)[0])
+    return _with_backend(call, *_schedule(options, call))
 
 
-def _with_backend(call: Call, schedule: str, mesh_dim: int | None) -> Plan:
-    query, key, value = call.query, call.key, call.value
-    mesh = query.device_mesh
-    shapes = tuple(_largest_shard(x, query.placements) for x in (query, key, value))
-    backend, against = choose_backend(
-        shapes, query.dtype, mesh.device_type, call.is_causal, call.enable_gqa, _needs_grad(call)
-    )
+def _schedule(options: Options, call: Call) -> tuple[str, tuple[int, ...]]:
+    """The schedule's name and the mesh dims whose ranks share the sequence."""
+    kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
+    name = next(iter(kinds.values()))
+    if name == "ring" and options.schedule != "auto":
+        name = options.schedule
+    return name, tuple(kinds)
+
+
+def _with_backend(call: Call, schedule: str, mesh_dims: tuple[int, ...]) -> Plan:
+    query, key, _ = call.tensors.values()
+    local = _local_call(call)
+    backend, reasons = choose_backend(local)
     if backend is None:
-        return Plan(
-            "refused",
-            reasons=(
-                f"no backend that is switched on takes local shards of shapes {shapes} in "
-                f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
-                "torch.backends.cuda flags",
-                *against,
-            ),
+        refusal = (
+            f"no backend that is switched on takes local shards of shapes {local.shapes} in "
+            f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
+            "torch.backends.cuda flags"
         )
-    row = shapes[1][0] * shapes[1][1] * (shapes[1][3] + shapes[2][3]) * query.dtype.itemsize
+        return Plan("refused", reasons=(refusal, *reasons), shards=local.shapes)
     return Plan(
         "cp_dispatch",
         backend=backend,
         schedule=schedule,
         is_causal=call.is_causal,
-        mesh_dim=mesh_dim,
-        world_size=1 if mesh_dim is None else mesh.size(mesh_dim),
+        mesh_dims=mesh_dims,
+        ring_shape=tuple(map(query.device_mesh.size, mesh_dims)),
         query_length=query.shape[2],
         key_length=key.shape[2],
-        key_row_bytes=row,
+        reasons=reasons,
+        shards=local.shapes,
+        dtype=query.dtype,
     )
+
+
+def _local_call(call: Call) -> LocalCall:
+    query, key, value = call.tensors.values()
+    query_target, key_target = target_placements(*(x.placements for x in (query, key, value)))
+    shapes = (
+        _largest_shard(query, query_target),
+        _largest_shard(key, key_target),
+        _largest_shard(value, key_target),
+    )
+    return LocalCall(
+        shapes,
+        query.dtype,
+        query.device_mesh.device_type,
+        call.is_causal,
+        call.enable_gqa,
+        _needs_grad(call),
+        _mask(call, shapes),
+        call.dropout_p,
+    )
+
+
+def _mask(call: Call, shapes) -> Mask | None:
+    """The mask beside the largest shards of query and key."""
+    mask = call.attn_mask
+    if mask is None:
+        return None
+    query, key, _ = shapes
+    full = (*query[:3], key[2])
+    shape = tuple(1 if size == 1 else n for size, n in zip(mask.shape, full, strict=True))
+    return Mask(shape, mask.dtype, torch.is_grad_enabled() and mask.requires_grad)
 
 
 def _largest_shard(tensor: DTensor, placements) -> tuple[int, ...]:
@@ -226,5 +304,10 @@ def explain(
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    plan = make_plan(current_options(), call)
+    options = current_options()
+    four = four_dims(without_causal_bias(call))
+    if options is not None and goes_past_dispatch(call):
+        plan = Plan("stock", reasons=(PAST_DISPATCH,))
+    else:
+        plan = _in_words(make_plan(options, four), four)
     return dataclasses.replace(plan, call=call.describe())

@@ -6,12 +6,14 @@ Each function returns all the reasons that it finds, not the first.
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.call import Call
-from cp_dispatch.sharding import SEQUENCE_DIM
-
-_DEVICES = ("cpu", "cuda")
+from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
 
 def context_dims(tensor: DTensor) -> list[int]:
@@ -21,7 +23,7 @@ def context_dims(tensor: DTensor) -> list[int]:
 
 
 def form_refusals(call: Call) -> list[str]:
-    """Arguments that are not DTensors of one mesh and dtype, on a device that is known."""
+    """Arguments that are not DTensors of one mesh and dtype."""
     reasons = []
     for name, tensor in call.tensors.items():
         if not isinstance(tensor, DTensor):
@@ -41,47 +43,79 @@ def form_refusals(call: Call) -> list[str]:
             )
         if tensor.dtype != query.dtype:
             reasons.append(f"{name} is {tensor.dtype}, query {query.dtype}; cast to one dtype")
-    if query.device_mesh.device_type not in _DEVICES:
-        reasons.append(
-            f"the mesh is on {query.device_mesh.device_type!r}; supported are "
-            f"{', '.join(map(repr, _DEVICES))}"
-        )
     return reasons
 
 
 def unsharded_refusals(call: Call) -> list[str]:
     """Calls without a sharded sequence on CPU, where stock DTensor has no rule to fall back on."""
-    return [*_feature_refusals(call), *_shape_refusals(call), *_placement_refusals(call)]
+    return [
+        *_feature_refusals(call),
+        *_shape_refusals(call),
+        *_placement_refusals(call),
+    ]
 
 
 def ring_refusals(call: Call) -> list[str]:
     """Calls with the sequence of some argument sharded."""
     reasons = [*_feature_refusals(call), *_shape_refusals(call)]
-    where = {name: context_dims(x) for name, x in call.tensors.items()}
-    if not where["query"]:
-        sharded = ", ".join(name for name, dims in where.items() if dims)
+    kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
+    if len(set(kinds.values())) > 1:
         reasons.append(
-            f"the sequence of {sharded} is sharded and query's is not; shard query on the same "
-            "mesh dim, or redistribute key and value to Replicate()"
+            "the sequences are sharded over several mesh dims in different ways, "
+            f"{ {label(call.query, dim): kind for dim, kind in kinds.items()} }; place key and "
+            "value like the query"
         )
-    for name, dims in where.items():
-        if len(dims) > 1:
-            reasons.append(
-                f"the sequence of {name} is sharded over {len(dims)} mesh dims; redistribute to "
-                "one of them, or flatten them into one mesh dim"
-            )
+    if len(kinds) > 1 and not _is_row_major(call.query.device_mesh, kinds):
+        reasons.append(
+            "the sequence is sharded over several mesh dims whose ranks do not ascend; use a mesh "
+            "with ascending ranks"
+        )
     return [*reasons, *_placement_refusals(call)]
 
 
 def _feature_refusals(call: Call) -> list[str]:
     reasons = []
-    if call.attn_mask is not None:
-        reasons.append("attn_mask is not supported yet; use is_causal, or no mask")
-    if call.dropout_p > 0.0:
-        reasons.append(f"dropout_p={call.dropout_p} is not supported yet; use 0.0")
+    if not 0.0 <= call.dropout_p <= 1.0:
+        reasons.append(f"dropout_p must be in [0, 1], got {call.dropout_p}")
     for name, tensor in call.tensors.items():
         if tensor.is_complex() or not tensor.is_floating_point():
             reasons.append(f"{name} is {tensor.dtype}; cast to a real floating dtype")
+    if call.attn_mask is not None:
+        reasons += _mask_refusals(call)
+    return reasons
+
+
+def _mask_refusals(call: Call) -> list[str]:
+    mask, query, key = call.attn_mask, call.query, call.key
+    reasons = []
+    if call.is_causal:
+        reasons.append("attn_mask and is_causal are both given; put the causal part in the mask")
+    if not isinstance(mask, torch.Tensor):
+        return [*reasons, f"attn_mask is a {type(mask).__name__}; pass a tensor"]
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        reasons.append(f"attn_mask is {mask.dtype}; pass a boolean or a floating mask")
+    scores = (*query.shape[:-1], key.shape[-2])
+    if mask.ndim != query.ndim or any(
+        size not in (1, full) for size, full in zip(mask.shape, scores, strict=True)
+    ):
+        reasons.append(
+            f"attn_mask {list(mask.shape)} does not broadcast to the scores {list(scores)}, dim "
+            "by dim"
+        )
+    if not isinstance(mask, DTensor):
+        if mask.requires_grad:
+            reasons.append(
+                "attn_mask is a plain tensor that needs a gradient; make it a replicated DTensor"
+            )
+    elif mask.device_mesh != query.device_mesh:
+        reasons.append(f"attn_mask is on {mask.device_mesh}, query on {query.device_mesh}")
+    elif not all(map(_is_known, mask.placements)) or (
+        mask.dtype is torch.bool and any(isinstance(p, Partial) for p in mask.placements)
+    ):
+        reasons.append(
+            f"attn_mask is placed {mask.placements}; supported are Shard(dim), Replicate() and, "
+            "for a bias, Partial()"
+        )
     return reasons
 
 
@@ -89,7 +123,7 @@ def _shape_refusals(call: Call) -> list[str]:
     query, key, value = call.query, call.key, call.value
     if any(x.ndim != 4 for x in call.tensors.values()):
         return [
-            f"{name} must have shape [B, H, S, D], got {list(x.shape)}; add or merge batch dims"
+            f"{name} must have shape [B, H, S, D] like the others, got {list(x.shape)}"
             for name, x in call.tensors.items()
             if x.ndim != 4
         ]
@@ -114,11 +148,6 @@ def _shape_refusals(call: Call) -> list[str]:
         )
     elif key_heads == 0 or heads % key_heads:
         reasons.append(f"query's {heads} heads are no multiple of key's {key_heads}")
-    if query.shape[0] == 0 or query.shape[2] == 0 or key.shape[2] == 0:
-        reasons.append(
-            f"query {list(query.shape)} and key {list(key.shape)} hold nothing to attend; skip "
-            "the call"
-        )
     return reasons
 
 
@@ -130,30 +159,47 @@ def _placement_refusals(call: Call) -> list[str]:
         return reasons
     grouped = query.ndim == 4 and query.shape[1] != call.key.shape[1]
     for dim, wanted in enumerate(query.placements):
-        label = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh dim {dim}"
+        name_of_dim = label(query, dim)
         if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
             reasons.append(
-                f"query is {wanted} on {label}; supported are Shard(0), Shard(1), Shard(2), "
+                f"query is {wanted} on {name_of_dim}; supported are Shard(0), Shard(1), Shard(2), "
                 "Replicate() and Partial()"
             )
             continue
         target = wanted if isinstance(wanted, Shard) else Replicate()
+        sequence = Shard(SEQUENCE_DIM)
         for name in ("key", "value"):
             placement = getattr(call, name).placements[dim]
-            if placement != target and not isinstance(placement, (Replicate, Partial)):
+            fits = placement == target or isinstance(placement, (Replicate, Partial))
+            if not fits and not (placement == sequence and target == Replicate()):
                 reasons.append(
-                    f"{name} is {placement} on {label} where query is {wanted}; redistribute it "
-                    f"to {target} or Replicate()"
+                    f"{name} is {placement} on {name_of_dim} where query is {wanted}; "
+                    f"redistribute it to {target} or Replicate()"
                 )
-        if target == Shard(1) and grouped:
-            for name in ("query", "key"):
-                heads = getattr(call, name).shape[1]
-                if heads % mesh.size(dim):
-                    reasons.append(
-                        f"{name}'s {heads} heads do not divide over the {mesh.size(dim)} ranks "
-                        f"of {label}, which grouped heads need; use fewer ranks for heads"
-                    )
+    ranks = math.prod(
+        size for size, p in zip(mesh.shape, query.placements, strict=True) if p == Shard(1)
+    )
+    for name in ("query", "key") if grouped else ():
+        heads = getattr(call, name).shape[1]
+        if heads % ranks:
+            reasons.append(
+                f"{name}'s {heads} heads do not divide over the {ranks} ranks that share heads, "
+                "which grouped heads need; use fewer ranks for heads"
+            )
     return reasons
+
+
+def label(tensor: DTensor, dim: int) -> str:
+    names = tensor.device_mesh.mesh_dim_names
+    return names[dim] if names else f"mesh dim {dim}"
+
+
+def _is_row_major(mesh, dims) -> bool:
+    # A process group keeps its ranks sorted, and the ring's order must be the shards'.
+    index = tuple(slice(None) if dim in dims else 0 for dim in range(mesh.ndim))
+    with disable_current_modes():
+        ranks = mesh.mesh[index].flatten().tolist()
+    return ranks == sorted(ranks)
 
 
 def _is_known(placement) -> bool:

@@ -1,12 +1,18 @@
 """DTensor rules of the ops: which placements go in and come out.
 
-One rule serves all ops and any mesh. Per mesh dim, the query's placement decides::
+One rule serves all ops and any mesh. Per mesh dim::
 
-    query      key, value, grad_output, output, logsumexp, every result
-    Shard(0)   Shard(0)     batch, e.g. a data mesh dim
-    Shard(1)   Shard(1)     heads, e.g. a tensor-parallel mesh dim
-    Shard(2)   Shard(2)     the sequence, around whose ranks the ring runs
-    other      Replicate()
+    query      key, value   runs with                      results
+    Shard(0)   any          Shard(0), all of them          Shard(0)   batch, e.g. data parallel
+    Shard(1)   any          Shard(1), all of them          Shard(1)   heads, e.g. tensor parallel
+    Shard(2)   Replicate()  key, value Replicate()         as the inputs: each rank has all keys
+    Shard(2)   other        Shard(2), all of them          Shard(2)   the ring
+    other      Shard(2)     query Replicate()              as the inputs: decoding
+    other      other        Replicate(), all of them       Replicate()
+
+Output, logsumexp and their gradients are placed as the query, dK and dV as the key.
+attn_mask follows the query on its dims that are not broadcast, and has all its columns on every
+rank. Its gradient is a sum over the ranks of a mesh dim that shards what the mask broadcasts.
 
 Inputs that do not fit are redistributed by DTensor before the op runs (a replicated key beside
 a sharded query is cut locally). What calls may reach the ops is decided in
@@ -15,7 +21,7 @@ a sharded query is cut locally). What calls may reach the ops is decided in
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cp_dispatch._compat import (
     DTensorSpec,
@@ -32,29 +38,93 @@ from cp_dispatch.ops import backward_op, forward_op
 SEQUENCE_DIM = 2
 
 
-def target_placements(query_placements) -> tuple:
-    """The placement, per mesh dim, that every tensor of an op has while it runs."""
+def target_placements(query, key, value) -> tuple[tuple, tuple]:
+    """Placements, per mesh dim, of the query and of key and value while an op runs.
+
+    Takes the placements that the three have. The rule, the plan and thereby the schedule agree
+    because all ask here.
+    """
+    pairs = [_targets(*placements) for placements in zip(query, key, value, strict=True)]
+    return tuple(q for q, _ in pairs), tuple(k for _, k in pairs)
+
+
+def _targets(query, key, value):
+    sequence = Shard(SEQUENCE_DIM)
+    if query == sequence:
+        whole = isinstance(key, Replicate) and isinstance(value, Replicate)
+        return query, Replicate() if whole else sequence
+    if type(query) is Shard and query.dim < SEQUENCE_DIM:
+        return query, query
+    return Replicate(), sequence if sequence in (key, value) else Replicate()
+
+
+def sequence_kinds(query, key, value) -> dict[int, str]:
+    """For each mesh dim over which some sequence is sharded, the schedule that it asks for."""
+    sequence = Shard(SEQUENCE_DIM)
+    names = {
+        (True, True): "ring",
+        (True, False): "replicated_keys",
+        (False, True): "replicated_queries",
+    }
+    targets = zip(*target_placements(query, key, value), strict=True)
+    kinds = {dim: names.get((q == sequence, k == sequence)) for dim, (q, k) in enumerate(targets)}
+    return {dim: kind for dim, kind in kinds.items() if kind is not None}
+
+
+def mask_placements(query_target, mask_shape) -> tuple:
+    """The placement, per mesh dim, of a mask ``(B or 1, H or 1, Sq or 1, Sk or 1)``."""
     return tuple(
-        placement if type(placement) is Shard and placement.dim <= SEQUENCE_DIM else Replicate()
-        for placement in query_placements
+        p if isinstance(p, Shard) and mask_shape[p.dim] != 1 else Replicate() for p in query_target
     )
 
 
-def _strategy(query_index: int, outputs: int):
+def mask_grad_placements(query_target, key_target, mask_shape) -> tuple:
+    """The placement, per mesh dim, of the gradient of such a mask: a sum over ranks that share
+    what it broadcasts, or, when they have all rows, its columns."""
+    return tuple(
+        Partial() if (q != k if q == Replicate() else mask_shape[q.dim] == 1) else q
+        for q, k in zip(query_target, key_target, strict=True)
+    )
+
+
+def _strategy(query_index: int, mask_index: int, backward: bool):
+    """The rule of an op whose query and mask are its arguments of these indices; the seed of
+    dropout, on every rank, follows the mask."""
+
     def strategy(op_schema: OpSchema) -> OpStrategy:
-        inputs = op_schema.args_strategy
-        query = inputs[query_index].strategies[0].output_spec
-        target = target_placements(query.placements)
-        specs = [
-            DTensorSpec(query.mesh, target, tensor_meta=x.strategies[0].output_spec.tensor_meta)
-            for x in inputs
+        args = [
+            x.strategies[0].output_spec if isinstance(x, OpStrategy) else None
+            for x in op_schema.args_schema
+        ]
+        query, mask = args[query_index], args[mask_index]
+        key, value = args[query_index + 1], args[query_index + 2]
+        target, key_target = target_placements(query.placements, key.placements, value.placements)
+        mesh = query.mesh
+        wanted = [target] * len(args)
+        wanted[query_index + 1] = wanted[query_index + 2] = key_target
+        results = [target, target]
+        wanted[mask_index + 1] = (Replicate(),) * mesh.ndim
+        if mask is not None:
+            wanted[mask_index] = mask_placements(target, mask.shape)
+        if backward:
+            mask_grad = (
+                (Replicate(),) * mesh.ndim
+                if mask is None
+                else mask_grad_placements(target, key_target, mask.shape)
+            )
+            results = [target, key_target, key_target, mask_grad]
+        inputs = [
+            DTensorSpec(mesh, placements, tensor_meta=given.tensor_meta)
+            for given, placements in zip(args, wanted, strict=True)
+            if given is not None
         ]
         costs = [
-            generate_redistribute_costs(x, spec) for x, spec in zip(inputs, specs, strict=True)
+            generate_redistribute_costs(x, spec)
+            for x, spec in zip(op_schema.args_strategy, inputs, strict=True)
         ]
-        results = tuple(DTensorSpec(query.mesh, target) for _ in range(outputs))
+        outputs = tuple(DTensorSpec(mesh, placements) for placements in results)
         return OpStrategy(
-            [OpSpec(output_specs=results, input_specs=specs, redistribute_cost=costs)]
+            [OpSpec(output_specs=outputs, input_specs=inputs, redistribute_cost=costs)]
         )
 
     return strategy
@@ -62,5 +132,5 @@ def _strategy(query_index: int, outputs: int):
 
 for _name in BACKENDS:
     # No argument but the tensors changes placements or shapes.
-    register_op_strategy(forward_op(_name), schema_info=RuntimeSchemaInfo())(_strategy(0, 2))
-    register_op_strategy(backward_op(_name), schema_info=RuntimeSchemaInfo())(_strategy(1, 3))
+    register_op_strategy(forward_op(_name), schema_info=RuntimeSchemaInfo())(_strategy(0, 3, False))
+    register_op_strategy(backward_op(_name), schema_info=RuntimeSchemaInfo())(_strategy(1, 6, True))

@@ -8,12 +8,15 @@ autograd keys, so it sees each call once, however the function was imported. A c
 DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
 off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
 calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
-exactly, and nothing of DTensor's own tables or caches is ever written.
+exactly, and nothing of DTensor's own tables or caches is ever written. While enabled,
+``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import threading
 
 import torch
@@ -22,9 +25,13 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch._compat import composite_kernel, torch_context_parallel_is_on
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 from cp_dispatch.options import Options, OptionStack
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+
+_TAG = "|cp_dispatch:"
+_SCHEMAS = FORWARD_SCHEMA, BACKWARD_SCHEMA
 
 _lock = threading.RLock()
 _stack = OptionStack()
@@ -45,7 +52,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
         ContextParallelError: an unknown option, or torch's own context-parallel dispatcher is on.
     """
     options = _checked(schedule, layout)
-    with _lock:
+    with _lock, _undone_on_error():
         _stack.set(options)
         _sync()
 
@@ -70,7 +77,7 @@ def enabled(schedule: str = "auto", layout=None):
     Several threads may each have their own block.
     """
     options = _checked(schedule, layout)
-    with _lock:
+    with _lock, _undone_on_error():
         scope = _stack.push(options)
         _sync()
     try:
@@ -98,20 +105,56 @@ def _checked(schedule: str, layout) -> Options:
     return options
 
 
+@contextlib.contextmanager
+def _undone_on_error():
+    """An installation that fails leaves the options as they were."""
+    before = _stack.snapshot()
+    try:
+        yield
+    except BaseException:
+        _stack.restore(before)
+        raise
+
+
 def _sync() -> None:
     """Install or remove the override so that it is there exactly while somebody uses it."""
     if _stack.in_use and not _installed:
         # All fetched first: a kernel at one key changes what torch computes for the others.
         kernels = {key: composite_kernel(key) for key in _KEYS}
         library = torch.library.Library("aten", "IMPL")
-        for key, kernel in kernels.items():
-            library.impl("scaled_dot_product_attention", _override(kernel), key, with_keyset=True)
-        torch.library.register_torch_dispatch(
-            "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
-        )
+        try:
+            for key, kernel in kernels.items():
+                # A kernel that somebody else put there stays, and is the one we call on to.
+                library.impl(
+                    "scaled_dot_product_attention",
+                    _override(kernel),
+                    key,
+                    with_keyset=True,
+                    allow_override=True,
+                )
+            torch.library.register_torch_dispatch(
+                "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
+            )
+        except BaseException:
+            library._destroy()
+            raise
         _installed.append(library)
     elif _installed and not _stack.in_use:
         _installed.pop()._destroy()
+    _tag_compile_caches()
+
+
+def _tag_compile_caches() -> None:
+    """Keep torch.compile's caches on disk apart by what the override does to a graph.
+
+    Their keys see the call of scaled_dot_product_attention and not what stands before it; and a
+    graph holds names of process groups, which differ between ranks.
+    """
+    tag = torch.compiler.config.cache_key_tag.split(_TAG)[0]
+    if _installed:
+        state = (_SCHEMAS, _stack.latest(), os.environ.get("RANK"))
+        tag += _TAG + hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag = tag
 
 
 def _override(kernel):
@@ -125,7 +168,15 @@ def _override(kernel):
             options = _stack.current()
             if options is not None:
                 result = attend(
-                    options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                    options,
+                    query,
+                    key,
+                    value,
+                    attn_mask,
+                    dropout_p,
+                    is_causal,
+                    scale,
+                    enable_gqa,
                 )
                 if result is not NotImplemented:
                     return result

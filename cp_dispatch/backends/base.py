@@ -14,8 +14,9 @@ class Backend:
     """One attention kernel on one block of queries and keys.
 
     Blocks are ``(B, H, S, D)`` with any strides. A causal block is square (see Note [Tiles] in
-    ``layouts/spans.py``). The logsumexp is always ``(B, H, S)``, natural log, float32 (float64
-    for float64), -inf for a row without keys; what a kernel does otherwise is put right here.
+    ``layouts/spans.py``). The logsumexp is always ``(B, H, S)``, natural log, in
+    :meth:`logsumexp_dtype`, -inf for a row without keys; what a kernel does otherwise is put
+    right here.
     """
 
     #: Key in ``BACKENDS`` and part of the op's name, ``ring_<name>_attention``.
@@ -26,21 +27,38 @@ class Backend:
     devices: ClassVar[tuple[str, ...]]
     #: The head dim is padded with zeros to a multiple of this, as torch does for the kernel.
     head_dim_multiple: ClassVar[int] = 1
-    #: Whether the op's output is float32 for 16-bit inputs, see :meth:`output_dtype`.
-    wide_output: ClassVar[bool] = False
+    #: Whether the kernel takes dropout factors, and gives the gradient of a bias.
+    takes_dropout: ClassVar[bool] = False
+    mask_gradient: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropout: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One block: partial output ``(B, H, Sq, Dv)`` and its logsumexp ``(B, H, Sq)``."""
-        if self.grouped_heads:
-            return self._forward(query, key, value, causal, scale)
-        groups = query.size(1) // key.size(1)
-        return self._forward(
-            query, repeat_heads(key, groups), repeat_heads(value, groups), causal, scale
-        )
+        """One block: partial output ``(B, H, Sq, Dv)`` and its logsumexp ``(B, H, Sq)``.
+
+        ``mask`` is boolean (True takes part) or a bias added to the scaled scores, and
+        broadcasts to ``(B, H, Sq, Sk)``. Never together with ``causal``. ``dropout`` holds the
+        factors ``(B, H, Sq, Sk)`` of the probabilities, for backends that take them.
+        """
+        bias = self._bias(mask, query.dtype)
+        key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        extra = (dropout,) if self.takes_dropout else ()
+        out, lse = self._forward(query, key, value, bias, causal, scale, *extra)
+        if mask is not None:
+            # Kernels differ on rows that see no key; the merge wants 0 and -inf.
+            blind = ~_visible(mask)
+            out = out.masked_fill(blind, 0.0)
+            lse = lse.masked_fill(blind.squeeze(-1), -torch.inf)
+        return out, lse
 
     def backward(
         self,
@@ -50,22 +68,38 @@ class Backend:
         value: Tensor,
         output: Tensor,
         logsumexp: Tensor,
+        mask: Tensor | None,
         causal: bool,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One block's share of dQ, dK and dV.
+        dropout: Tensor | None = None,
+        mask_grad: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """One block's share of dQ, dK, dV and, if asked for, of the bias.
 
         ``output`` and ``logsumexp`` are those of the rows over *all* keys, which makes every
-        block's share exact on its own.
+        block's share exact on its own. The share of the bias is ``(B, H, Sq, Sk)``.
         """
-        if self.grouped_heads:
-            return self._backward(grad_output, query, key, value, output, logsumexp, causal, scale)
-        groups = query.size(1) // key.size(1)
-        wide_key, wide_value = repeat_heads(key, groups), repeat_heads(value, groups)
-        dq, dk, dv = self._backward(
-            grad_output, query, wide_key, wide_value, output, logsumexp, causal, scale
+        bias = self._bias(mask, query.dtype)
+        if mask is not None:
+            # exp(score - inf) is 0 for the rows that see no key at all; score + inf would be NaN.
+            logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
+        groups = 1 if self.grouped_heads else query.size(1) // key.size(1)
+        key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        extra = (dropout,) if self.takes_dropout else ()
+        dq, dk, dv, *rest = self._backward(
+            grad_output, query, key, value, output, logsumexp, bias, causal, scale, *extra
         )
-        return dq, sum_heads(dk, groups), sum_heads(dv, groups)
+        dbias = rest[0] if mask_grad else None
+        return dq, sum_heads(dk, groups), sum_heads(dv, groups), dbias
+
+    def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
+        groups = 1 if self.grouped_heads else query.size(1) // tensor.size(1)
+        return repeat_heads(tensor, groups)
+
+    def _bias(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if mask is None or mask.dtype is not torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the op's output for inputs of ``dtype``.
@@ -73,7 +107,11 @@ class Backend:
         Of the inputs, unless rounding the output before the backward would cost accuracy that
         the kernel has on one device; then the caller casts, after what autograd saves.
         """
-        return wide_dtype(dtype) if self.wide_output else dtype
+        return dtype
+
+    def logsumexp_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the logsumexp for inputs of ``dtype``."""
+        return wide_dtype(dtype)
 
     def pad(self, tensor: Tensor) -> Tensor:
         """The tensor as kernels take it: head dim with stride 1, and zeros after it up to the
@@ -83,16 +121,22 @@ class Backend:
             return F.pad(tensor, (0, missing))
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
-    def _forward(self, query, key, value, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale):
         raise NotImplementedError
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         raise NotImplementedError
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over blocks are kept, and the logsumexp."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _visible(mask: Tensor) -> Tensor:
+    """Rows that see at least one key of the block, with a last dim of 1."""
+    seen = mask if mask.dtype is torch.bool else mask != -torch.inf
+    return seen.any(-1, keepdim=True)
 
 
 def repeat_heads(tensor: Tensor, groups: int) -> Tensor:

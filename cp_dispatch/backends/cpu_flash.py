@@ -13,12 +13,18 @@ class CpuFlash(Backend):
     sdp_backend = SDPBackend.FLASH_ATTENTION
     devices = ("cpu",)
 
-    def _forward(self, query, key, value, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
+            query, key, value, 0.0, causal, attn_mask=_whole(bias, key), scale=scale
         )
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_output, query, key, value, output, logsumexp, 0.0, causal, scale=scale
-        )
+            grad_output, query, key, value, output, logsumexp, 0.0, causal,
+            attn_mask=_whole(bias, key), scale=scale,
+        )  # fmt: skip
+
+
+def _whole(bias, key):
+    """The bias with all columns, as the kernel takes it."""
+    return None if bias is None else bias.expand(*bias.shape[:-1], key.size(2)).contiguous()

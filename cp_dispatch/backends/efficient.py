@@ -10,6 +10,7 @@ aten = torch.ops.aten
 
 # The kernel's logsumexp has rows padded to this multiple, with +inf.
 _LOGSUMEXP_MULTIPLE = 32
+_BIAS_MULTIPLE = 16
 
 
 class Efficient(Backend):
@@ -18,21 +19,38 @@ class Efficient(Backend):
     devices = ("cuda",)
     grouped_heads = False
 
-    def _forward(self, query, key, value, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale):
         out = aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, causal, scale=scale
+            query,
+            key,
+            value,
+            _aligned(bias, query, key),
+            True,
+            0.0,
+            causal,
+            scale=scale,
         )
         return out[0], out[1][:, :, : query.size(2)]
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         missing = -logsumexp.size(2) % _LOGSUMEXP_MULTIPLE
         if missing:
             logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
         # Dropout is off, so the kernel reads no random state.
         unused = query.new_empty((), dtype=torch.int64)
+        bias = _aligned(bias, query, key)
         grads = aten._scaled_dot_product_efficient_attention_backward(
-            grad_output, query, key, value, None, output, logsumexp.contiguous(),
+            grad_output, query, key, value, bias, output, logsumexp.contiguous(),
             unused, unused, 0.0, [True, True, True, False], causal,
             scale=scale,
         )  # fmt: skip
         return grads[:3]
+
+
+def _aligned(bias, query, key):
+    """The bias as the kernel takes it: whole, rows starting at multiples of 16 elements."""
+    if bias is None:
+        return None
+    shape = query.size(0), query.size(1), query.size(2), key.size(2)
+    bias = bias.expand(*bias.shape[:-1], shape[-1])
+    return F.pad(bias, (0, -shape[-1] % _BIAS_MULTIPLE))[..., : shape[-1]].expand(shape)

@@ -14,13 +14,13 @@ class Flash(Backend):
     devices = ("cuda",)
     head_dim_multiple = 8
 
-    def _forward(self, query, key, value, causal, scale):
+    def _forward(self, query, key, value, bias, causal, scale):
         out = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )
         return out[0], out[1]
 
-    def _backward(self, grad_output, query, key, value, output, logsumexp, causal, scale):
+    def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         # Dropout is off, so the kernel reads no random state.
         unused = query.new_empty(2, dtype=torch.uint64)
         return aten._scaled_dot_product_flash_attention_backward(

@@ -45,18 +45,32 @@ class Tile(NamedTuple):
     key_start: int
     key_length: int
     causal: bool
+    #: Global position of the first row and of the first key.
+    query_position: int
+    key_position: int
 
 
-def chunk_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
-    """Spans of every rank for ``Shard``'s natural order: ``torch.chunk``'s rule, last ranks may
-    own less or nothing."""
-    size = -(-length // world_size)
-    spans = []
-    for rank in range(world_size):
-        start = min(rank * size, length)
-        stop = min(start + size, length)
-        spans.append((Span(start, stop - start),) if stop > start else ())
-    return tuple(spans)
+def chunk_spans(length: int, ring_shape: tuple[int, ...]) -> tuple[tuple[Span, ...], ...]:
+    """Spans of every rank in the natural order that ``Shard`` gives.
+
+    ``torch.chunk``'s rule, so the last ranks may own less or nothing. ``ring_shape`` holds the
+    sizes of the mesh dims over which the sequence is sharded; with several, each chunk of the
+    first is chunked again over the next.
+    """
+    chunks = [Span(0, int(length))]
+    for size in ring_shape:
+        chunks = [part for whole in chunks for part in chunk(whole, size)]
+    return tuple((part,) if part.length else () for part in chunks)
+
+
+def chunk(span: Span, count: int) -> list[Span]:
+    """The spans of ``torch.chunk``, the last ones possibly short or empty."""
+    size = -(-span.length // count)
+    starts = [min(i * size, span.length) for i in range(count + 1)]
+    return [
+        Span(span.position + start, stop - start)
+        for start, stop in zip(starts, starts[1:], strict=False)
+    ]
 
 
 @dataclass(frozen=True)
@@ -94,15 +108,19 @@ class Geometry:
         return max(self.last_hop(owner) for owner in range(self.world_size))
 
 
-def natural(query_length: int, key_length: int, world_size: int, causal: bool) -> Geometry:
+def natural(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
     """Geometry of natural order: every rank owns one chunk of queries and one of keys."""
-    return _natural(int(query_length), int(key_length), world_size, causal)
+    return _natural(int(query_length), int(key_length), tuple(ring_shape), causal)
 
 
 @functools.lru_cache(maxsize=256)
-def _natural(query_length: int, key_length: int, world_size: int, causal: bool) -> Geometry:
+def _natural(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
     return Geometry(
-        chunk_spans(query_length, world_size), chunk_spans(key_length, world_size), causal
+        chunk_spans(query_length, ring_shape), chunk_spans(key_length, ring_shape), causal
     )
 
 
@@ -120,22 +138,28 @@ def _tiles(geometry: Geometry, rank: int, owner: int) -> tuple[Tile, ...]:
 
 
 def _span_tiles(query: Span, query_start: int, key: Span, key_start: int, causal: bool):
+    def tile(row: int, rows: int, column: int, columns: int, is_causal: bool) -> Tile:
+        return Tile(
+            query_start + row, rows, key_start + column, columns, is_causal,
+            query.position + row, key.position + column,
+        )  # fmt: skip
+
     if not causal:
-        yield Tile(query_start, query.length, key_start, key.length, False)
+        yield tile(0, query.length, 0, key.length, False)
         return
     # Keys before the first query are seen by every row.
     before = min(max(query.position - key.position, 0), key.length)
     if before:
-        yield Tile(query_start, query.length, key_start, before, False)
+        yield tile(0, query.length, 0, before, False)
     # Rows before the first remaining key see none of the rest.
     skipped = max(key.position + before - query.position, 0)
     rows, columns = query.length - skipped, key.length - before
     if rows <= 0 or columns <= 0:
         return
     side = min(rows, columns)
-    yield Tile(query_start + skipped, side, key_start + before, side, True)
+    yield tile(skipped, side, before, side, True)
     if rows > side:
-        yield Tile(query_start + skipped + side, rows - side, key_start + before, side, False)
+        yield tile(skipped + side, rows - side, before, side, False)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,12 +1,18 @@
 """Who computes which block when, and what travels.
 
-A schedule is a module-like object with ``forward`` and ``backward`` (see
-:mod:`cp_dispatch.schedules.ring`). To add one, name it in ``SCHEDULES``; it becomes a choice of
-``enable(schedule=...)``.
+A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`).
+To add one, name it in ``SCHEDULES``; unless it is for particular placements, name it in
+``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
 """
 
 from cp_dispatch.schedules import ring
+from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
 
-SCHEDULES = {"ring": ring}
+SCHEDULES = {
+    "ring": ring,
+    "replicated_keys": ReplicatedKeys,
+    "replicated_queries": ReplicatedQueries,
+}
+CHOICES = ("ring",)
 
-__all__ = ["SCHEDULES"]
+__all__ = ["CHOICES", "SCHEDULES"]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_dispatch._compat import all_gather_single
+
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
@@ -60,6 +62,17 @@ class Ring:
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, of one shape, stacked in a new first dim."""
+        gathered = tensor.new_empty((self.world_size, *tensor.shape))
+        all_gather_single(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
+        return gathered
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place; the tensor's memory must be dense."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
 
 
 @functools.cache

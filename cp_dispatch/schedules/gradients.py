@@ -12,6 +12,11 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.pair import Pair
 
 
+def mask_gradient(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the gradient of a bias is summed: its shape, zeros, wide."""
+    return mask.new_zeros(mask.shape, dtype=wide_dtype(dtype))
+
+
 class QueryGradient:
     """dQ of this rank's rows, from ``shares`` shares.
 
@@ -104,7 +109,10 @@ class TravellingGradient:
         if self._hop == world_size - 1 and self._key.dtype is not self._pair.dtype:
             # The free buffer, seen in the narrow dtype, has room for what comes and what goes.
             free = self._buffer(1).view(self._key.dtype)
-            receive, narrow = free[: receive.numel()], free[free.numel() - send.numel() :]
+            receive, narrow = (
+                free[: receive.numel()],
+                free[free.numel() - send.numel() :],
+            )
             send = narrow.copy_(send)
         with self._ring.after(self._ring.mark()):
             self._work = self._ring.shift(send, receive)

@@ -24,101 +24,77 @@ import contextlib
 
 from torch import Tensor
 
-from cp_dispatch.backends import Backend
-from cp_dispatch.layouts import Geometry
+from cp_dispatch.layouts import Tile, natural
 from cp_dispatch.merge import OutputAccumulator
-from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient
+from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient, mask_gradient
+from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
 
+geometry = natural
 
-def forward(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    geometry: Geometry,
-    scale: float,
-    ring: Ring | None,
-) -> tuple[Tensor, Tensor]:
+
+def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of this rank's rows over all keys.
 
     Args:
+        job: the rest of the call.
         query: ``(B, H, Sq, D)``, this rank's shard; key, value: ``(B, Hkv, Sk, D or Dv)``.
-        ring: the ranks that share the sequence, None for one rank.
 
     Returns:
         output ``(B, H, Sq, Dv)`` in the backend's output dtype, and logsumexp ``(B, H, Sq)``.
     """
-    rank = ring.rank if ring is not None else 0
-    world_size = geometry.world_size
-    hops = [geometry.tiles(rank, (rank - hop) % world_size) for hop in range(world_size)]
-    dtype = backend.output_dtype(query.dtype)
-    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype)
-    keys = TravellingKeys(key, value, geometry, ring)
+    hops = _hops(job, query)
+    dtype = job.backend.output_dtype(query.dtype)
+    lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype, lse_dtype)
+    keys = TravellingKeys(key, value, job)
     for tiles in hops:
         with keys.moving_on():
-            for tile in tiles:
-                rows = slice(tile.query_start, tile.query_start + tile.query_length)
-                columns = slice(tile.key_start, tile.key_start + tile.key_length)
-                out, lse = backend.forward(
-                    query[:, :, rows],
-                    keys.key[:, :, columns],
-                    keys.value[:, :, columns],
-                    tile.causal,
-                    scale,
-                )
-                result.add(out, lse, tile.query_start)
+            forward_block(job, query, keys.key, keys.value, tiles, result)
     return result.finish()
 
 
 def backward(
-    backend: Backend,
+    job: Job,
     grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     output: Tensor,
     logsumexp: Tensor,
-    geometry: Geometry,
-    scale: float,
-    ring: Ring | None,
     key_grad: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of this rank's query, key and value shards.
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of this rank's query, key and value shards and of its part of the bias.
 
     ``key_grad=False`` computes dQ alone, and no dK/dV travel. Shapes as in :func:`forward`.
     """
-    rank = ring.rank if ring is not None else 0
-    world_size = geometry.world_size
-    hops = [geometry.tiles(rank, (rank - hop) % world_size) for hop in range(world_size)]
+    hops = _hops(job, query)
     query_grad = QueryGradient(query, sum(map(len, hops)))
-    keys = TravellingKeys(key, value, geometry, ring)
-    travelling = TravellingGradient(key, value, geometry, ring) if key_grad else None
+    grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
+    keys = TravellingKeys(key, value, job)
+    travelling = TravellingGradient(key, value, job.geometry, job.ring) if key_grad else None
     for tiles in hops:
-        shares = []
         with keys.moving_on():
-            for tile in tiles:
-                rows = slice(tile.query_start, tile.query_start + tile.query_length)
-                columns = slice(tile.key_start, tile.key_start + tile.key_length)
-                dq, dk, dv = backend.backward(
-                    grad_output[:, :, rows],
-                    query[:, :, rows],
-                    keys.key[:, :, columns],
-                    keys.value[:, :, columns],
-                    output[:, :, rows],
-                    logsumexp[:, :, rows],
-                    tile.causal,
-                    scale,
-                )
-                query_grad.add(dq, tile.query_start)
-                shares.append((dk, dv, tile.key_start))
+            shares = backward_block(
+                job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
+                query_grad, grad_mask,
+            )  # fmt: skip
             if travelling is not None:
                 travelling.add(shares)
         if travelling is not None:
             travelling.pass_on()
     dk, dv = travelling.finish() if travelling is not None else (None, None)
-    return query_grad.finish(), dk, dv
+    return query_grad.finish(), dk, dv, grad_mask
+
+
+def _hops(job: Job, query: Tensor) -> list[tuple[Tile, ...]]:
+    """The tiles that this rank computes at each hop; none if there are no rows at all."""
+    world_size = job.geometry.world_size
+    if query.numel() == 0:
+        return [()] * world_size
+    return [job.geometry.tiles(job.rank, (job.rank - h) % world_size) for h in range(world_size)]
 
 
 class TravellingKeys:
@@ -127,11 +103,11 @@ class TravellingKeys:
     Holds two buffers of one key/value shard each beside the rank's own tensors.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring | None):
+    def __init__(self, key: Tensor, value: Tensor, job: Job):
         self.key, self.value = key, value
         self._pair = Pair(key, value)
-        self._geometry = geometry
-        self._ring = ring
+        self._geometry = geometry = job.geometry
+        self._ring = ring = job.ring
         self._hop = 0
         self._transitions = geometry.key_transitions if ring is not None else 0
         # Taken from the current stream's memory, also when the side stream fills them: the
@@ -161,12 +137,18 @@ class TravellingKeys:
 
     def _post(self):
         """Start the move to the next hop: its work, where it arrives, and how many rows."""
-        rank, previous = self._ring.rank, (self._ring.rank - 1) % self._geometry.world_size
+        rank, previous = (
+            self._ring.rank,
+            (self._ring.rank - 1) % self._geometry.world_size,
+        )
         here, there = self._buffers[self._hop % 2], self._buffers[(self._hop + 1) % 2]
         if self._hop == 0 and self._leaves(rank):
             self._pair.pack(self.key, self.value, here)
         outgoing, incoming = (self._moving(r) for r in (rank, previous))
-        send, receive = here[: self._pair.numel(outgoing)], there[: self._pair.numel(incoming)]
+        send, receive = (
+            here[: self._pair.numel(outgoing)],
+            there[: self._pair.numel(incoming)],
+        )
         return self._ring.shift(send, receive), there, incoming
 
     def _owner(self, rank: int) -> int:

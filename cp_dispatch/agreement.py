@@ -1,0 +1,92 @@
+"""The debug mode: do all ranks make the same call?
+
+With ``CP_DISPATCH_DEBUG=1`` every call begins with one exchange of 32 bytes per rank and mesh dim.
+Ranks that disagree on shapes, dtypes, placements or options would otherwise wait for each other
+for ever; here all of them raise, and say what each one has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import dtensor_spec, is_tracing, local_tensor
+from cp_dispatch.call import Call
+from cp_dispatch.choose import sdp_flags
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.options import Options
+
+
+def debug_is_on() -> bool:
+    return os.environ.get("CP_DISPATCH_DEBUG", "0") not in ("", "0") and not is_tracing()
+
+
+def check_agreement(options: Options, call: Call) -> None:
+    """Raise on every rank of the mesh if the ranks' calls differ.
+
+    Raises:
+        ContextParallelError: with what this rank and its peers were given.
+    """
+    text = _signature(options, call)
+    mesh = next(x for x in _tensors(call) if isinstance(x, DTensor)).device_mesh
+    if mesh.get_coordinate() is None:
+        return
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    digest = digest.to(mesh.device_type)
+    differ = torch.zeros((), dtype=torch.int32, device=mesh.device_type)
+    # Dim after dim, so that a difference anywhere in the mesh reaches every rank.
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        every = [torch.empty_like(digest) for _ in range(mesh.size(dim))]
+        dist.all_gather(every, digest, group=group)
+        differ += sum((other != digest).any().to(torch.int32) for other in every)
+        dist.all_reduce(differ, dist.ReduceOp.MAX, group=group)
+    if not differ.item():
+        return
+    texts = {}
+    for dim in range(mesh.ndim):
+        every = [None] * mesh.size(dim)
+        dist.all_gather_object(every, {dist.get_rank(): text} | texts, group=mesh.get_group(dim))
+        for part in every:
+            texts |= part
+    given = "\n".join(f"  rank {rank}:\n{texts[rank]}" for rank in sorted(texts))
+    raise ContextParallelError(
+        "the ranks do not agree on this scaled_dot_product_attention call "
+        f"(CP_DISPATCH_DEBUG=1 found it, nothing was computed).\n{given}\n"
+        "  Make every rank of the mesh call with the same global shapes, dtypes, placements and "
+        "options."
+    )
+
+
+def _tensors(call: Call) -> tuple:
+    return call.query, call.key, call.value, call.attn_mask
+
+
+def _signature(options: Options, call: Call) -> str:
+    """All that must be the same on every rank, in words."""
+    fits = all(_local_shape_fits(x) for x in _tensors(call) if isinstance(x, DTensor))
+    lines = [
+        call.describe(),
+        f"gradients wanted: {[getattr(x, 'requires_grad', None) for x in _tensors(call)]}, "
+        f"grad mode {torch.is_grad_enabled()}",
+        f"{options}, torch's switches {sdp_flags()}",
+        f"local shards have the shapes that the global shapes imply: {fits}",
+    ]
+    return "\n".join("    " + line for text in lines for line in text.splitlines())
+
+
+def _local_shape_fits(tensor: DTensor) -> bool:
+    spec, shape = dtensor_spec(tensor), list(tensor.shape)
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return True
+    for mesh_dim, placement in enumerate(spec.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            size = -(-shape[dim] // spec.mesh.size(mesh_dim))
+            shape[dim] = max(0, min(size, shape[dim] - size * coordinate[mesh_dim]))
+    return tuple(shape) == tuple(local_tensor(tensor).shape)

@@ -1,0 +1,141 @@
+"""What a plan costs in bytes, and a plan in words."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from cp_dispatch.backends import wide_dtype
+
+if TYPE_CHECKING:
+    from cp_dispatch.plan import Plan
+
+
+class Transfer(NamedTuple):
+    """One collective of a rank: its name, what it carries, and the bytes that the rank sends
+    (all_to_all) or contributes (all_gather, all_reduce)."""
+
+    collective: str
+    what: str
+    bytes: int
+
+
+def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
+    """The collectives of one forward on ``rank``, in order."""
+    query, _, value = plan.shards
+    if plan.world_size == 1 or plan.schedule == "replicated_keys":
+        return []
+    if plan.schedule == "replicated_queries":
+        rows = math.prod(query[:3])
+        return [
+            Transfer("all_gather", "output", rows * value[3] * plan.output_itemsize),
+            Transfer("all_gather", "logsumexp", rows * plan.lse_itemsize),
+        ]
+    return [
+        Transfer("all_to_all", "key, value", plan.key_row_bytes * length)
+        for length in _rows_sent(plan, rank)
+    ]
+
+
+def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
+    """The collectives of one backward on ``rank`` when all inputs need gradients."""
+    query, key, value = plan.shards
+    wide = wide_dtype(plan.dtype).itemsize
+    if plan.world_size == 1:
+        return []
+    if plan.schedule == "replicated_keys":
+        return [
+            Transfer("all_reduce", what, math.prod(shape) * wide)
+            for what, shape in (("dK", key), ("dV", value))
+        ]
+    if plan.schedule == "replicated_queries":
+        return [Transfer("all_reduce", "dQ", math.prod(query) * wide)]
+    row = plan.key_row_bytes // plan.dtype.itemsize
+    transfers = forward_transfers(plan, rank)
+    for hop in range(plan.world_size):
+        # Sums travel wide; the last move, home, in the inputs' dtype.
+        size = wide if hop < plan.world_size - 1 else plan.dtype.itemsize
+        length = plan.geometry.key_length((rank - hop) % plan.world_size)
+        transfers.append(Transfer("all_to_all", "dK, dV", row * length * size))
+    return transfers
+
+
+def extra_bytes(plan: Plan) -> tuple[int, int]:
+    """Bytes that a forward and a backward hold at their peak on the fullest rank, beside inputs
+    and what the kernel itself takes: outputs, accumulators, buffers in flight."""
+    query, key, value = plan.shards
+    narrow, wide = plan.dtype.itemsize, plan.output_itemsize
+    rows, output = math.prod(query[:3]), math.prod(query[:3]) * value[3]
+    dkv = math.prod(key) + math.prod(value)
+    kernel = output * wide if wide == 8 else output * narrow
+    kernel += rows * plan.lse_itemsize
+    if plan.world_size == 1:
+        return kernel, (math.prod(query) + 2 * dkv) * narrow + dkv * wide
+    if plan.schedule == "ring":
+        in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
+        merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
+        forward = in_flight + max(merging, kernel)
+        backward = in_flight + 2 * dkv * wide + math.prod(query) * (narrow + wide) + dkv * narrow
+        return forward, backward
+    if plan.schedule == "replicated_keys":
+        return kernel, math.prod(query) * narrow + dkv * (2 * narrow + wide)
+    gathered = plan.world_size * (output + rows) * wide
+    return kernel + gathered + output * wide, math.prod(query) * (narrow + wide) + dkv * wide
+
+
+def describe(plan: Plan) -> str:
+    """A plan in words, for people."""
+    given = "\n".join("    " + line for line in plan.call.splitlines())
+    why = [f"  - {reason}" for reason in plan.reasons]
+    against = [
+        f"  not {name}: {'; '.join(reasons)}" for name, reasons in plan.backends_refused.items()
+    ]
+    if plan.handler == "refused":
+        head = "cp_dispatch does not support this scaled_dot_product_attention call."
+        why = ["  refused because:", *("  " + line for line in why)]
+        return "\n".join([head, "  given:", given, *why, *against])
+    if plan.handler == "stock":
+        return "\n".join(["handled by torch as it is", given, *why])
+    head = (
+        f"handled by cp_dispatch: {plan.schedule} over {plan.world_size} ranks, "
+        f"{plan.backend} kernel"
+    )
+    return "\n".join([head, given, *_costs(plan), *why, *against])
+
+
+def _costs(plan: Plan) -> list[str]:
+    mib = 2**20
+    lines = []
+    if plan.schedule != "local":
+        lines.append("  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)")
+        for rank in _shown(plan.world_size):
+            if rank is None:
+                lines.append("   ...")
+                continue
+            owners = range(plan.world_size) if plan.schedule == "ring" else (rank,)
+            computed = sum(bool(plan.geometry.tiles(rank, owner)) for owner in owners)
+            line = f"  {rank:4d}  {computed:15d}/{len(owners) - computed:<7d}"
+            for transfers in (forward_transfers(plan, rank), backward_transfers(plan, rank)):
+                sent = sum(transfer.bytes for transfer in transfers) / mib
+                line += f"  {sent:12.3f} ({len(transfers):5d})"
+            lines.append(line)
+    forward, backward = (size / mib for size in extra_bytes(plan))
+    lines.append(f"  extra memory at most: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
+    return lines
+
+
+def _shown(world_size: int) -> list[int | None]:
+    """The ranks that a table shows; None stands for those left out."""
+    if world_size <= 16:
+        return list(range(world_size))
+    return [*range(4), None, *range(world_size - 4, world_size)]
+
+
+def _rows_sent(plan: Plan, rank: int) -> list[int]:
+    """Key rows that ``rank`` sends in each move of a ring."""
+    geometry = plan.geometry
+    owners = [(rank - hop) % plan.world_size for hop in range(geometry.key_transitions)]
+    return [
+        geometry.key_length(owner) if geometry.last_hop(owner) > hop else 0
+        for hop, owner in enumerate(owners)
+    ]

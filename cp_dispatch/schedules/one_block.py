@@ -1,0 +1,102 @@
+"""Schedules without moving keys, for when one side is already whole on every rank.
+
+``ReplicatedKeys``: rows are sharded, every rank has all keys. A rank computes its rows and is
+done; in the backward dK/dV are summed over the ranks.
+
+``ReplicatedQueries``: every rank has all rows and its own keys, as in decoding against a sharded
+cache. A rank computes what all rows see of its keys; one gather of outputs and logsumexp merges
+them (as Flash-Decoding does over splits of the keys), and in the backward dQ is summed over the
+ranks.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.layouts import Geometry, Span, chunk_spans
+from cp_dispatch.merge import OutputAccumulator, token_major
+from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient, mask_gradient
+from cp_dispatch.schedules.job import Job
+
+
+class _OneBlock:
+    """Each rank computes one block: its rows, or all, with its keys, or all."""
+
+    def __init__(self, queries_are_whole: bool):
+        self.queries_are_whole = queries_are_whole
+
+    def geometry(
+        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+    ) -> Geometry:
+        queries, keys = (chunk_spans(n, ring_shape) for n in (query_length, key_length))
+        if self.queries_are_whole:
+            queries = ((Span(0, query_length),),) * len(queries)
+        else:
+            keys = ((Span(0, key_length),),) * len(keys)
+        return Geometry(queries, keys, causal)
+
+    def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`cp_dispatch.schedules.ring.forward`."""
+        tiles = self._tiles(job, query)
+        dtype = job.backend.output_dtype(query.dtype)
+        merging = self.queries_are_whole and job.ring is not None
+        lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+        own_dtype = wide_dtype(dtype) if merging else dtype
+        result = OutputAccumulator(query, value.size(-1), len(tiles), own_dtype, lse_dtype)
+        forward_block(job, query, key, value, tiles, result)
+        output, logsumexp = result.finish()
+        if not merging:
+            return output, logsumexp
+        result = OutputAccumulator(query, value.size(-1), job.ring.world_size, dtype, lse_dtype)
+        parts = job.ring.all_gather(output.transpose(1, 2)), job.ring.all_gather(logsumexp)
+        for part, part_lse in zip(*parts, strict=True):
+            result.add(part.transpose(1, 2), part_lse, 0)
+        return result.finish()
+
+    def backward(
+        self,
+        job: Job,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        key_grad: bool,
+        mask_grad: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As :func:`cp_dispatch.schedules.ring.backward`."""
+        tiles = self._tiles(job, query)
+        query_grad = QueryGradient(query, len(tiles))
+        grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
+        shares = backward_block(
+            job, grad_output, query, key, value, output, logsumexp, tiles, query_grad, grad_mask
+        )
+        dq = query_grad.finish()
+        if self.queries_are_whole and job.ring is not None:
+            dq = _summed(dq, job.ring)
+        if not key_grad:
+            return dq, None, None, grad_mask
+        own = TravellingGradient(key, value, job.geometry, None)
+        own.add(shares)
+        dk, dv = own.finish()
+        if not self.queries_are_whole and job.ring is not None:
+            dk, dv = _summed(dk, job.ring), _summed(dv, job.ring)
+        return dq, dk, dv, grad_mask
+
+    def _tiles(self, job: Job, query: Tensor):
+        return job.geometry.tiles(job.rank, job.rank) if query.numel() else ()
+
+
+def _summed(grad: Tensor, ring: Ring) -> Tensor:
+    """The sum over the ranks, in the wide dtype."""
+    wide = token_major(*grad.shape, like=grad, dtype=wide_dtype(grad.dtype)).copy_(grad)
+    total = ring.all_reduce(wide)
+    return token_major(*grad.shape, like=grad).copy_(total)
+
+
+ReplicatedKeys = _OneBlock(queries_are_whole=False)
+ReplicatedQueries = _OneBlock(queries_are_whole=True)

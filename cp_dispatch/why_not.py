@@ -1,0 +1,82 @@
+"""Why a backend was not taken: every reason against each, for ``explain()`` and for errors."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from cp_dispatch._compat import disable_current_modes
+from cp_dispatch.backends import BACKENDS, Backend
+from cp_dispatch.choose import LocalCall, local_tensors
+
+_SWITCHES = {
+    "flash": "flash_sdp_enabled",
+    "cpu_flash": "flash_sdp_enabled",
+    "efficient": "mem_efficient_sdp_enabled",
+    "cudnn": "cudnn_sdp_enabled",
+    "math": "math_sdp_enabled",
+}
+# Torch's own checks, which say why not. It has none for CPU and for math.
+_CHECKS = {
+    "flash": "can_use_flash_attention",
+    "efficient": "can_use_efficient_attention",
+    "cudnn": "can_use_cudnn_attention",
+}
+
+
+def reasons_against(local: LocalCall, chosen: str | None) -> dict[str, tuple[str, ...]]:
+    """For each backend but the chosen one, why it does not run this call."""
+    return {
+        name: tuple(_reasons(backend, local, chosen))
+        for name, backend in BACKENDS.items()
+        if name != chosen
+    }
+
+
+def _reasons(backend: Backend, local: LocalCall, chosen: str | None):
+    if local.device_type not in backend.devices:
+        yield f"it is a kernel for {', '.join(backend.devices)}"
+        return
+    found = False
+    for reason in (*_switch(backend), *_ours(backend, local), *_torchs(backend, local)):
+        found = True
+        yield reason
+    if not found:
+        yield f"it would fit; torch prefers {chosen}" if chosen else "torch does not take it"
+
+
+def _switch(backend: Backend):
+    switch = _SWITCHES[backend.name]
+    if not getattr(torch.backends.cuda, switch)():
+        yield f"it is switched off (torch.backends.cuda.{switch}())"
+
+
+def _ours(backend: Backend, local: LocalCall):
+    mask = local.mask
+    if local.dropout_p > 0.0 and not backend.takes_dropout:
+        yield "its dropout cannot give each (query, key) pair its own coin"
+    if mask is not None and mask.needs_grad and not backend.mask_gradient:
+        yield "it does not give the gradient of a bias"
+    if mask is not None and mask.dtype not in (torch.bool, local.dtype) and backend.name != "math":
+        yield f"it takes no {mask.dtype} bias beside {local.dtype}"
+    query, _, value = local.shapes
+    if backend.name == "cpu_flash" and query[3] != value[3]:
+        yield f"it takes no value head dim ({value[3]}) other than the query's ({query[3]})"
+
+
+def _torchs(backend: Backend, local: LocalCall) -> list[str]:
+    """What torch's check of a CUDA kernel has against it."""
+    check = _CHECKS.get(backend.name)
+    if check is None:
+        return []
+    cuda = torch.backends.cuda
+    with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        query, key, value, mask = local_tensors(local)
+        params = cuda.SDPAParams(
+            query, key, value, mask, 0.0, local.is_causal_square, local.enable_gqa
+        )
+        if getattr(cuda, check)(params, debug=True):
+            return []
+    return [str(warning.message).split(" (Triggered internally")[0] for warning in said]
