@@ -24,9 +24,11 @@ from torch.distributed.tensor._ops.utils import (
     generate_redistribute_costs,
     register_op_strategy,
 )
+from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "CausalBiasDispatch",
     "DTensorSpec",
     "OpSchema",
     "OpSpec",
@@ -84,6 +86,25 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which :func:`resolve_group` finds a group."""
     return group.group_name
+
+
+class CausalBiasDispatch:
+    """The function that ``CausalBias`` hands its calls to, for reading, replacing, restoring."""
+
+    def __init__(self):
+        self._before = self._put = None
+
+    def get(self):
+        return CausalBias._dispatch
+
+    def put(self, function) -> None:
+        self._before, self._put = CausalBias.__dict__["_dispatch"], function
+        CausalBias._dispatch = staticmethod(function)
+
+    def restore(self) -> None:
+        if self._put is not None and CausalBias._dispatch is self._put:
+            CausalBias._dispatch = self._before
+        self._before = self._put = None
 
 
 def local_tensor_mode() -> type | None:

@@ -37,7 +37,10 @@ def check_agreement(options: Options, call: Call) -> None:
         return
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     digest = digest.to(mesh.device_type)
-    differ = torch.zeros((), dtype=torch.int32, device=mesh.device_type)
+    # Shards that do not have the shapes that their global shape implies are wrong even if all
+    # ranks agree on that.
+    wrong = not all(_local_shape_fits(x) for x in _tensors(call) if isinstance(x, DTensor))
+    differ = torch.full((), int(wrong), dtype=torch.int32, device=mesh.device_type)
     # Dim after dim, so that a difference anywhere in the mesh reaches every rank.
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
@@ -74,9 +77,14 @@ def _signature(options: Options, call: Call) -> str:
         f"gradients wanted: {[getattr(x, 'requires_grad', None) for x in _tensors(call)]}, "
         f"grad mode {torch.is_grad_enabled()}",
         f"{options}, torch's switches {sdp_flags()}",
+        f"seed of dropout: {_seed(call) if call.dropout_p > 0 else None}",
         f"local shards have the shapes that the global shapes imply: {fits}",
     ]
     return "\n".join("    " + line for text in lines for line in text.splitlines())
+
+
+def _seed(call: Call) -> int:
+    return torch.cuda.initial_seed() if call.query.is_cuda else torch.initial_seed()
 
 
 def _local_shape_fits(tensor: DTensor) -> bool:

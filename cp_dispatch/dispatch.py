@@ -13,6 +13,7 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
+from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts.spans import Span, chunk
@@ -74,11 +75,14 @@ def attend(
     if dropout_p > 0.0:
         # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
         seed = torch.randint(2**62, (), device=mesh.device_type)
+    group_name = ring_group_name(mesh, plan.mesh_dims)
+    if is_tracing():
+        note_group(group_name, options)
     output, _ = forward_op(plan.backend)(
         call.query, call.key, call.value, mask, seed, dropout_p,
         [] if seed is None else _dropout_origin(call.query), is_causal, scale,
         call.query.shape[2], call.key.shape[2], plan.op_schedule,
-        [mesh.size(dim) for dim in plan.mesh_dims], ring_group_name(mesh, plan.mesh_dims),
+        [mesh.size(dim) for dim in plan.mesh_dims], group_name,
     )  # fmt: skip
     output = output if output.dtype is query.dtype else output.to(query.dtype)
     return like_query(output, query)

@@ -28,7 +28,11 @@ def four_dims(call: Call) -> Call:
             return call
     if ndim == 4:
         return dataclasses.replace(call, attn_mask=mask)
-    query, key, value = (_four(x) for x in (call.query, call.key, call.value))
+    try:
+        query, key, value = (_four(x) for x in (call.query, call.key, call.value))
+    except RuntimeError:
+        # A DTensor sharded on a batch dim that does not survive the flattening.
+        return call
     return dataclasses.replace(call, query=query, key=key, value=value, attn_mask=mask)
 
 
@@ -60,7 +64,12 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
         return mask.unsqueeze(1)
     if mask.ndim > 4:
         batch, wanted = mask.shape[:-3], query.shape[:-3]
-        return mask.flatten(0, -4) if batch == wanted or set(batch) == {1} else None
+        if batch != wanted and set(batch) != {1}:
+            return None
+        try:
+            return mask.flatten(0, -4)
+        except RuntimeError:
+            return None
     if query.ndim > 4 and mask.ndim == 4 and mask.shape[0] != 1:
         return None
     while mask.ndim < 4:
@@ -68,31 +77,24 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
     return mask
 
 
-# Why a call that cp_dispatch would take does not come by.
-PAST_DISPATCH = (
-    "causal_lower_right between different lengths goes from torch.nn.attention.bias straight to "
-    "torch's CUDA kernels, past scaled_dot_product_attention; pass the mask as a boolean tensor "
-    "to keep the sequence sharded"
-)
-
-
 def without_causal_bias(call: Call) -> Call:
-    """What torch makes of ``causal_upper_left`` and ``causal_lower_right`` before it calls on."""
+    """A call without ``causal_upper_left`` or ``causal_lower_right``: causal from the top left, or
+    with the boolean mask that the other one stands for."""
     bias = call.attn_mask
     if not isinstance(bias, CausalBias):
         return call
     if bias.variant is CausalVariant.UPPER_LEFT or bias.seq_len_q == bias.seq_len_kv:
         return dataclasses.replace(call, attn_mask=None, is_causal=True)
     rows, keys = bias.seq_len_q, bias.seq_len_kv
-    mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    mask = torch.ones(rows, keys, dtype=torch.bool, device=call.query.device).tril(keys - rows)
     return dataclasses.replace(call, attn_mask=mask)
 
 
-def goes_past_dispatch(call: Call) -> bool:
-    """Whether torch takes a ``causal_lower_right`` to its CUDA kernels by itself."""
-    bias = call.attn_mask
-    return (
-        isinstance(bias, CausalBias)
-        and call.query.is_cuda
-        and without_causal_bias(call).attn_mask is not None
-    )
+def autocast(tensor):
+    """The tensor as autocast hands it to attention."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+        return tensor
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

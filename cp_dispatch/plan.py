@@ -17,9 +17,8 @@ from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.normalize import (
-    PAST_DISPATCH,
+    autocast,
     four_dims,
-    goes_past_dispatch,
     without_causal_bias,
 )
 from cp_dispatch.options import Options
@@ -296,18 +295,16 @@ def explain(
 ) -> Plan:
     """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
 
-    Takes the arguments of the call and returns a :class:`Plan`, which prints well. Neither
-    computes nor communicates; a call that would raise gives a plan with all the reasons.
+    Takes the arguments of the call and returns a :class:`Plan`, which prints well. Computes
+    nothing (but autocast's casts, where that is on) and does not communicate; a call that would
+    raise gives a plan with all the reasons.
     """
     from cp_dispatch.toggle import current_options
 
+    query, key, value = (autocast(x) for x in (query, key, value))
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    options = current_options()
     four = four_dims(without_causal_bias(call))
-    if options is not None and goes_past_dispatch(call):
-        plan = Plan("stock", reasons=(PAST_DISPATCH,))
-    else:
-        plan = _in_words(make_plan(options, four), four)
+    plan = _in_words(make_plan(current_options(), four), four)
     return dataclasses.replace(plan, call=call.describe())

@@ -65,10 +65,10 @@ def ring_refusals(call: Call) -> list[str]:
             f"{ {label(call.query, dim): kind for dim, kind in kinds.items()} }; place key and "
             "value like the query"
         )
-    if len(kinds) > 1 and not _is_row_major(call.query.device_mesh, kinds):
+    if kinds and not _ascends(call.query.device_mesh, list(kinds)):
         reasons.append(
-            "the sequence is sharded over several mesh dims whose ranks do not ascend; use a mesh "
-            "with ascending ranks"
+            f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
+            "mesh with ascending ranks"
         )
     return [*reasons, *_placement_refusals(call)]
 
@@ -92,8 +92,11 @@ def _mask_refusals(call: Call) -> list[str]:
         reasons.append("attn_mask and is_causal are both given; put the causal part in the mask")
     if not isinstance(mask, torch.Tensor):
         return [*reasons, f"attn_mask is a {type(mask).__name__}; pass a tensor"]
-    if mask.dtype is not torch.bool and not mask.is_floating_point():
-        reasons.append(f"attn_mask is {mask.dtype}; pass a boolean or a floating mask")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        reasons.append(
+            f"attn_mask is {mask.dtype}; as on one device it must be bool, float32 or the query's "
+            f"{query.dtype}"
+        )
     scores = (*query.shape[:-1], key.shape[-2])
     if mask.ndim != query.ndim or any(
         size not in (1, full) for size, full in zip(mask.shape, scores, strict=True)
@@ -123,7 +126,8 @@ def _shape_refusals(call: Call) -> list[str]:
     query, key, value = call.query, call.key, call.value
     if any(x.ndim != 4 for x in call.tensors.values()):
         return [
-            f"{name} must have shape [B, H, S, D] like the others, got {list(x.shape)}"
+            f"{name} must have shape [B, H, S, D] like the others, or batch dims that DTensor can "
+            f"flatten into one, got {list(x.shape)} placed {x.placements}"
             for name, x in call.tensors.items()
             if x.ndim != 4
         ]
@@ -194,12 +198,12 @@ def label(tensor: DTensor, dim: int) -> str:
     return names[dim] if names else f"mesh dim {dim}"
 
 
-def _is_row_major(mesh, dims) -> bool:
+def _ascends(mesh, dims: list[int]) -> bool:
     # A process group keeps its ranks sorted, and the ring's order must be the shards'.
-    index = tuple(slice(None) if dim in dims else 0 for dim in range(mesh.ndim))
     with disable_current_modes():
-        ranks = mesh.mesh[index].flatten().tolist()
-    return ranks == sorted(ranks)
+        rings = mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
+        rings = rings.reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims))
+        return bool((rings.diff(dim=1) > 0).all())
 
 
 def _is_known(placement) -> bool:

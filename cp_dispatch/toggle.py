@@ -15,23 +15,18 @@ exactly, and nothing of DTensor's own tables or caches is ever written. While en
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import threading
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch import causal_bias, compile_cache
 from cp_dispatch._compat import composite_kernel, torch_context_parallel_is_on
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 from cp_dispatch.options import Options, OptionStack
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
-
-_TAG = "|cp_dispatch:"
-_SCHEMAS = FORWARD_SCHEMA, BACKWARD_SCHEMA
 
 _lock = threading.RLock()
 _stack = OptionStack()
@@ -138,23 +133,12 @@ def _sync() -> None:
         except BaseException:
             library._destroy()
             raise
+        causal_bias.install(is_enabled)
         _installed.append(library)
     elif _installed and not _stack.in_use:
         _installed.pop()._destroy()
-    _tag_compile_caches()
-
-
-def _tag_compile_caches() -> None:
-    """Keep torch.compile's caches on disk apart by what the override does to a graph.
-
-    Their keys see the call of scaled_dot_product_attention and not what stands before it; and a
-    graph holds names of process groups, which differ between ranks.
-    """
-    tag = torch.compiler.config.cache_key_tag.split(_TAG)[0]
-    if _installed:
-        state = (_SCHEMAS, _stack.latest(), os.environ.get("RANK"))
-        tag += _TAG + hashlib.sha256(repr(state).encode()).hexdigest()[:16]
-    torch.compiler.config.cache_key_tag = tag
+        causal_bias.remove()
+    compile_cache.tag(_stack.latest() if _installed else None)
 
 
 def _override(kernel):

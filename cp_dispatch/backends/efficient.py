@@ -52,5 +52,7 @@ def _aligned(bias, query, key):
     if bias is None:
         return None
     shape = query.size(0), query.size(1), query.size(2), key.size(2)
-    bias = bias.expand(*bias.shape[:-1], shape[-1])
-    return F.pad(bias, (0, -shape[-1] % _BIAS_MULTIPLE))[..., : shape[-1]].expand(shape)
+    columns = shape[-1]
+    buffer = bias.new_empty(*bias.shape[:-1], columns + -columns % _BIAS_MULTIPLE)
+    buffer[..., :columns].copy_(bias)
+    return buffer[..., :columns].expand(shape)

@@ -66,12 +66,16 @@ class TravellingGradient:
     """dK and dV of the keys at hand: received, added to, passed on.
 
     Holds two buffers of one key/value shard each, in float32 for 16-bit inputs too. Only the
-    last move, home, carries the inputs' dtype: nothing is added after it.
+    last move, home, carries the inputs' dtype: nothing is added after it. Without a ring the sum
+    stays where it is.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring | None):
+    def __init__(
+        self, key: Tensor, value: Tensor, geometry: Geometry, rank: int, ring: Ring | None
+    ):
         self._key, self._value = key, value
         self._geometry = geometry
+        self._rank = rank
         self._ring = ring
         self._pair = Pair(key, value, wide_dtype(key.dtype))
         self._hop = 0
@@ -129,10 +133,6 @@ class TravellingGradient:
             token_major(*like.shape, like=like).copy_(grad)
             for like, grad in zip((self._key, self._value), views, strict=True)
         )
-
-    @property
-    def _rank(self) -> int:
-        return self._ring.rank if self._ring is not None else 0
 
     def _buffer(self, moves: int = 0) -> Tensor:
         """The buffer in use at this hop, or ``moves`` hops on."""

@@ -80,7 +80,7 @@ class _OneBlock:
             dq = _summed(dq, job.ring)
         if not key_grad:
             return dq, None, None, grad_mask
-        own = TravellingGradient(key, value, job.geometry, None)
+        own = TravellingGradient(key, value, job.geometry, job.rank, None)
         own.add(shares)
         dk, dv = own.finish()
         if not self.queries_are_whole and job.ring is not None:

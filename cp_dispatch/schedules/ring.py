@@ -74,7 +74,9 @@ def backward(
     query_grad = QueryGradient(query, sum(map(len, hops)))
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
     keys = TravellingKeys(key, value, job)
-    travelling = TravellingGradient(key, value, job.geometry, job.ring) if key_grad else None
+    travelling = None
+    if key_grad:
+        travelling = TravellingGradient(key, value, job.geometry, job.rank, job.ring)
     for tiles in hops:
         with keys.moving_on():
             shares = backward_block(

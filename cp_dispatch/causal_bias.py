@@ -1,0 +1,41 @@
+"""``causal_lower_right`` on DTensors.
+
+A ``CausalBias`` beside a query goes to its own dispatch in torch.nn.attention.bias, which on
+CUDA calls fused kernels directly when the lengths differ, past scaled_dot_product_attention and to
+ops of which some have no DTensor rule. While enabled, a call with DTensors comes back as the plain
+call that it stands for; other calls go on as ever.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from cp_dispatch._compat import CausalBiasDispatch
+from cp_dispatch.call import Call
+from cp_dispatch.dispatch import involves_dtensor
+from cp_dispatch.normalize import without_causal_bias
+
+_dispatch = CausalBiasDispatch()
+
+
+def install(is_enabled) -> None:
+    """Stand before torch's dispatch of causal biases; ``is_enabled()`` says whether to act."""
+    torchs = _dispatch.get()
+
+    def dispatch(
+        query, key, value, attn_mask, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        if is_causal or not involves_dtensor(query, key, value, None) or not is_enabled():
+            return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        plain = without_causal_bias(Call(query, key, value, attn_mask))
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=plain.attn_mask, dropout_p=dropout_p,
+            is_causal=plain.is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    _dispatch.put(dispatch)
+
+
+def remove() -> None:
+    """Put torch's dispatch back, unless somebody else has put another one since."""
+    _dispatch.restore()
