@@ -151,11 +151,7 @@ def attempt(
         change = (got[0].full_tensor().double() - exact[0]).norm() / exact[0].norm()
         right = abs(lhs - rhs) < 2e-2 * abs(lhs) and 0.05 < change < 2
         return _cell(right, ran, kernel)
-    one_kernel = KERNELS.get(ran, KERNELS[kernel])
-    with sdpa_kernel([one_kernel, SDPBackend.MATH], set_priority=True):
-        single = [leaf(x) for x in tensors]
-        single_bias = leaf(bias) if bias is not None and bias.is_floating_point() else bias
-        one = run(single, special if lower_right else single_bias, gradient)
+    one = _one_device(ran, tensors, special if lower_right else bias, mask_grad, run, gradient)
     right = True
     for mine, alone, true in zip(got, one, exact, strict=True):
         allowed = FACTOR * (alone.double() - true).norm().item()
@@ -166,6 +162,26 @@ def attempt(
             allowed = torch.finfo(dtype).eps * (true.numel() * dim) ** 0.5
         right &= (mine.full_tensor().double() - true).norm().item() <= allowed
     return _cell(right, ran, kernel)
+
+
+def _one_device(ran, tensors, attn_mask, mask_grad, run, gradient):
+    """The kernel that ran, on one device; where that refuses the call (other dims than 4, causal
+    with different lengths), the next best one."""
+    flat = [x.flatten(0, -4) if x.ndim > 4 else x.unsqueeze(1) if x.ndim == 3 else x
+            for x in (*tensors, gradient)]  # fmt: skip
+    for kernel in (ran, "efficient", "math"):
+        leaves = [x.detach().requires_grad_() for x in flat[:3]]
+        bias = attn_mask
+        if mask_grad:
+            bias = attn_mask.detach().requires_grad_()
+        try:
+            with sdpa_kernel(KERNELS.get(kernel, SDPBackend.MATH)):
+                results = run(leaves, bias, flat[3])
+        except RuntimeError:
+            continue
+        shapes = [x.shape for x in (gradient, *tensors)] + [x.shape for x in results[4:]]
+        return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
+    raise RuntimeError("no kernel of one device takes this call")
 
 
 def _distribute(tensor, mesh, placements):

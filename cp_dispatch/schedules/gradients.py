@@ -41,17 +41,17 @@ class QueryGradient:
         else:
             self._sum[:, :, rows].add_(share)
 
-    def finish(self) -> Tensor:
-        """The sum in query's dtype, token-major."""
+    def finish(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum in query's dtype or another, token-major."""
+        final = self._final(dtype)
         if self._sum is None:
-            return self._final().zero_()
-        final = self._final()
+            return final.zero_()
         if self._sum.dtype is final.dtype and self._sum.stride() == final.stride():
             return self._sum
         return final.copy_(self._sum)
 
-    def _final(self) -> Tensor:
-        return token_major(*self._query.shape, like=self._query)
+    def _final(self, dtype: torch.dtype | None = None) -> Tensor:
+        return token_major(*self._query.shape, like=self._query, dtype=dtype)
 
     def _widen(self) -> None:
         wide = wide_dtype(self._query.dtype)
@@ -121,6 +121,10 @@ class TravellingGradient:
         with self._ring.after(self._ring.mark()):
             self._work = self._ring.shift(send, receive)
         self._hop += 1
+
+    def wide_views(self) -> tuple[Tensor, Tensor]:
+        """dK and dV as summed so far, wide, token-major views of one buffer."""
+        return self._pair.views(self._buffer(), self._length(self._rank))
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, in their dtype, token-major."""

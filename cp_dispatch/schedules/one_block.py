@@ -11,6 +11,7 @@ ranks.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
@@ -70,32 +71,37 @@ class _OneBlock:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
         tiles = self._tiles(job, query)
-        query_grad = QueryGradient(query, len(tiles))
+        summing_queries = self.queries_are_whole and job.ring is not None
+        summing_keys = not self.queries_are_whole and job.ring is not None
+        # A sum over the ranks is rounded once, so its parts stay wide: one share more than there
+        # are keeps the accumulator from writing the final dtype.
+        query_grad = QueryGradient(query, len(tiles) + summing_queries)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
         shares = backward_block(
             job, grad_output, query, key, value, output, logsumexp, tiles, query_grad, grad_mask
         )
-        dq = query_grad.finish()
-        if self.queries_are_whole and job.ring is not None:
-            dq = _summed(dq, job.ring)
+        if summing_queries:
+            dq = _summed(query_grad.finish(wide_dtype(query.dtype)), query.dtype, job.ring)
+        else:
+            dq = query_grad.finish()
         if not key_grad:
             return dq, None, None, grad_mask
         own = TravellingGradient(key, value, job.geometry, job.rank, None)
         own.add(shares)
-        dk, dv = own.finish()
-        if not self.queries_are_whole and job.ring is not None:
-            dk, dv = _summed(dk, job.ring), _summed(dv, job.ring)
+        if summing_keys:
+            dk, dv = (_summed(x, key.dtype, job.ring) for x in own.wide_views())
+        else:
+            dk, dv = own.finish()
         return dq, dk, dv, grad_mask
 
     def _tiles(self, job: Job, query: Tensor):
         return job.geometry.tiles(job.rank, job.rank) if query.numel() else ()
 
 
-def _summed(grad: Tensor, ring: Ring) -> Tensor:
-    """The sum over the ranks, in the wide dtype."""
-    wide = token_major(*grad.shape, like=grad, dtype=wide_dtype(grad.dtype)).copy_(grad)
-    total = ring.all_reduce(wide)
-    return token_major(*grad.shape, like=grad).copy_(total)
+def _summed(wide: Tensor, dtype: torch.dtype, ring: Ring) -> Tensor:
+    """The sum over the ranks of a wide, token-major tensor, rounded once."""
+    ring.all_reduce(wide.transpose(1, 2))
+    return token_major(*wide.shape, like=wide, dtype=dtype).copy_(wide)
 
 
 ReplicatedKeys = _OneBlock(queries_are_whole=False)
