@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -60,12 +62,12 @@ def attend(
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if debug_is_on():
         check_agreement(options, call)
-    call = four_dims(call)
+    given, call = call, four_dims(call)
     plan = make_plan(options, call)
     if plan.handler == "stock":
         return NotImplemented
     if plan.handler == "refused":
-        raise plan.error()
+        raise dataclasses.replace(plan, call=given.describe()).error()
     mesh = query.device_mesh
     mask = call.attn_mask
     if mask is not None and not isinstance(mask, DTensor) and not is_tracing():

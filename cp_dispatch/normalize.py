@@ -20,6 +20,8 @@ def four_dims(call: Call) -> Call:
     if call.key.ndim != ndim or call.value.ndim != ndim or ndim < 2:
         return call
     mask = call.attn_mask
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return call
     if ndim == 4 and (mask is None or mask.ndim == 4):
         return call
     if mask is not None:

@@ -24,6 +24,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.job import Job
 
 NAMESPACE = "cp_dispatch"
@@ -33,7 +34,8 @@ NAMESPACE = "cp_dispatch"
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
 #   attn_mask                  (B or 1, H or 1, Sq or 1, key_length or 1), bool or a bias
 #   logsumexp                  (B, H, Sq), natural log, float32; float64 for float64 and math
-# All in one dtype, but that output and grad_output of ring_math_attention are float64.
+# All in one dtype, but that output and grad_output of ring_math_attention are float64, and the
+# gradient of a bias is float32 for 16-bit inputs, because ranks have yet to sum it.
 # scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
 # whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
 # int64; dropout_origin is [first batch row, first head, number of heads] in global terms.
@@ -111,7 +113,7 @@ def _define(backend: Backend) -> None:
             _unpad(dq, query.size(-1)),
             _unpad(dk, key.size(-1)) if key_grad else _placeholder(key),
             _unpad(dv, value.size(-1)) if key_grad else _placeholder(value),
-            dmask.to(attn_mask.dtype) if mask_grad else _no_mask_grad(attn_mask, query),
+            dmask if mask_grad else _no_mask_grad(attn_mask, query),
         )
 
     def forward_fake(query, key, value, *options):
@@ -126,7 +128,7 @@ def _define(backend: Backend) -> None:
             token_major(*query.shape, like=query),
             token_major(*key.shape, like=key) if key_grad else _placeholder(key),
             token_major(*value.shape, like=value) if key_grad else _placeholder(value),
-            attn_mask.new_empty(attn_mask.shape) if mask_grad else _no_mask_grad(attn_mask, query),
+            mask_gradient(attn_mask, query.dtype) if mask_grad else _no_mask_grad(attn_mask, query),
         )
 
     for schema, kernel, fake in (
@@ -205,11 +207,12 @@ def _autograd(name: str):
 
 
 def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
-    """A bias's gradient in the bias's own placement; a bias is a parameter more often than not."""
-    if not isinstance(mask, DTensor) or grad.placements == mask.placements:
-        return grad
-    wanted = [Replicate() if isinstance(p, Partial) else p for p in mask.placements]
-    return grad.redistribute(placements=wanted)
+    """A bias's gradient in the bias's own placement and dtype, for a bias is a parameter more
+    often than not. Summed over ranks first and rounded then."""
+    if isinstance(mask, DTensor) and grad.placements != mask.placements:
+        wanted = [Replicate() if isinstance(p, Partial) else p for p in mask.placements]
+        grad = grad.redistribute(placements=wanted)
+    return grad.to(mask.dtype)
 
 
 def _plain_replicated(query: Tensor, mask: Tensor | None):

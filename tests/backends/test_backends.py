@@ -1,0 +1,168 @@
+"""Every backend that runs on CPU: one block, and blocks that add up to the whole."""
+
+import pytest
+import torch
+
+from cp_dispatch.backends import BACKENDS, Backend
+from cp_dispatch.backends.base import repeat_heads, sum_heads
+from cp_dispatch.layouts import natural
+from cp_dispatch.merge import OutputAccumulator
+from tests.distributed.reference import Problem, check, exact, one_device
+
+CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.devices]
+PROBLEMS = {
+    "plain": Problem(length=64),
+    "causal": Problem(length=64, causal=True),
+    "causal uneven": Problem(length=67, causal=True, dim=24),
+    "uneven": Problem(batch=4, heads=3, length=37, key_length=101, dim=20),
+    "gqa": Problem(heads=6, key_heads=2, length=50),
+    "gqa causal": Problem(heads=6, key_heads=2, length=50, causal=True),
+    "mqa": Problem(heads=4, key_heads=1, length=33, key_length=48),
+    "scale": Problem(length=40, scale=0.7, causal=True),
+    # Not float32 for the single row: dV then has no sum whose rounding hides that of a float32
+    # logsumexp, which torch's math kernel does without.
+    "one row": Problem(batch=8, heads=8, length=1, key_length=65, dtype=torch.bfloat16),
+    "odd dim": Problem(length=31, dim=7, causal=True),
+    "bfloat16": Problem(length=64, causal=True, dtype=torch.bfloat16),
+    "float16": Problem(length=64, dtype=torch.float16),
+    "float64": Problem(length=48, causal=True, dtype=torch.float64),
+}
+MATH_ONLY = {
+    "value dim": Problem(length=45, dim=16, value_dim=40, causal=True),
+    "value dim, gqa": Problem(heads=4, key_heads=2, length=45, dim=24, value_dim=8),
+}
+CASES = [
+    *((name, p) for name in CPU for p in PROBLEMS),
+    *(("math", p) for p in MATH_ONLY),
+]
+
+
+def problem_of(name: str) -> Problem:
+    return {**PROBLEMS, **MATH_ONLY}[name]
+
+
+def scale_of(problem: Problem) -> float:
+    return problem.dim**-0.5 if problem.scale is None else problem.scale
+
+
+def as_given(problem: Problem, results):
+    """Results in the inputs' dtype, which is what a schedule makes of one block."""
+    return [x.to(problem.dtype) for x in results]
+
+
+@pytest.mark.parametrize("backend, name", CASES)
+def test_one_block_is_as_exact_as_torch_on_one_device(backend, name):
+    problem, kernel = problem_of(name), BACKENDS[backend]
+    tensors = query, key, value, grad_output = problem.tensors()
+    options = None, problem.causal, scale_of(problem)
+    out, lse = kernel.forward(query, key, value, *options)
+    out = out.to(kernel.output_dtype(query.dtype))
+    *grads, no_bias = kernel.backward(grad_output, query, key, value, out, lse, *options)
+    assert no_bias is None
+    got = as_given(problem, (out, *grads))
+    check(got, exact(problem, tensors), one_device(problem, tensors, backend))
+
+
+@pytest.mark.parametrize("backend, name", CASES)
+def test_logsumexp_has_the_shape_dtype_and_values_that_backends_promise(backend, name):
+    problem, kernel = problem_of(name), BACKENDS[backend]
+    query, key, value, _ = problem.tensors()
+    _, lse = kernel.forward(query, key, value, None, problem.causal, scale_of(problem))
+    assert lse.shape == query.shape[:3] and lse.dtype is kernel.logsumexp_dtype(problem.dtype)
+    assert kernel.logsumexp_dtype(torch.float64) is torch.float64
+
+    scores = query.double() @ repeat_heads(key, query.size(1) // key.size(1)).double().mT
+    if problem.causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    exact_lse = (scale_of(problem) * scores).logsumexp(-1)
+    # Torch's default tolerance for the inputs' dtype, in which kernels multiply.
+    torch.testing.assert_close(lse.to(problem.dtype), exact_lse.to(problem.dtype))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("backend, name", CASES)
+def test_blocks_add_up_to_the_whole(backend, name, world_size):
+    """What a schedule does, without communication: tiles, merges, and sums of shares."""
+    problem, kernel = problem_of(name), BACKENDS[backend]
+    tensors = query, key, value, grad_output = problem.tensors()
+    scale = scale_of(problem)
+    geometry = natural(query.size(2), key.size(2), (world_size,), problem.causal)
+    ranks = range(world_size)
+    rows, columns = (
+        [slice(own[0].position, sum(own[0])) if own else slice(0, 0) for own in spans]
+        for spans in (geometry.query_spans, geometry.key_spans)
+    )
+    wide = torch.float64 if problem.dtype is torch.float64 else torch.float32
+    outputs, sums = [], [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
+    for rank in ranks:
+        tiles = [(owner, tile) for owner in ranks for tile in geometry.tiles(rank, owner)]
+        result = OutputAccumulator(
+            query[:, :, rows[rank]],
+            value.size(-1),
+            len(tiles),
+            kernel.output_dtype(query.dtype),
+            kernel.logsumexp_dtype(query.dtype),
+        )
+        blocks = []
+        for owner, tile in tiles:
+            at_query, at_key = (
+                slice(shard.start + start, shard.start + start + length)
+                for shard, start, length in (
+                    (rows[rank], tile.query_start, tile.query_length),
+                    (columns[owner], tile.key_start, tile.key_length),
+                )
+            )
+            block = query[:, :, at_query], key[:, :, at_key], value[:, :, at_key]
+            result.add(*kernel.forward(*block, None, tile.causal, scale), tile.query_start)
+            blocks.append((tile, block, at_query, at_key))
+        out, lse = result.finish()
+        outputs.append(out)
+        for tile, block, at_query, at_key in blocks:
+            own = slice(tile.query_start, tile.query_start + tile.query_length)
+            shares = kernel.backward(
+                grad_output[:, :, at_query], *block, out[:, :, own], lse[:, :, own],
+                None, tile.causal, scale,
+            )  # fmt: skip
+            for total, share, at in zip(sums, shares[:3], (at_query, at_key, at_key), strict=True):
+                total[:, :, at] += share
+    got = as_given(problem, (torch.cat(outputs, 2), *sums))
+    check(got, exact(problem, tensors), one_device(problem, tensors, backend))
+
+
+def test_heads_are_repeated_as_torch_repeats_them_and_summed_back():
+    tensor = torch.arange(12.0).view(1, 2, 3, 2)
+    wide = repeat_heads(tensor, 3)
+    assert torch.equal(wide, tensor.repeat_interleave(3, dim=1))
+    assert torch.equal(sum_heads(wide, 3), 3 * tensor)
+    assert repeat_heads(tensor, 1) is tensor and sum_heads(tensor, 1) is tensor
+
+
+class Multiple(Backend):
+    """A kernel that takes head dims of whole eights only, and looks at what it is given."""
+
+    name, head_dim_multiple = "multiple", 8
+
+
+@pytest.mark.parametrize("dim, padded", [(1, 8), (7, 8), (8, 8), (9, 16), (64, 64)])
+def test_pad_adds_zeros_after_the_head_dim_up_to_the_multiple(dim, padded):
+    tensor = torch.randn(2, 3, 4, dim)
+    wide = Multiple().pad(tensor)
+    assert wide.shape == (2, 3, 4, padded)
+    assert torch.equal(wide[..., :dim], tensor) and (wide[..., dim:] == 0).all()
+    if dim == padded:
+        assert wide is tensor
+
+
+def test_pad_gives_kernels_a_head_dim_of_stride_1():
+    strided = torch.randn(2, 3, 8, 4).mT
+    for backend in (Multiple(), *BACKENDS.values()):
+        got = backend.pad(strided)
+        assert got.stride(-1) == 1 and torch.equal(got[..., : strided.size(-1)], strided)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_describe_themselves(name):
+    backend = BACKENDS[name]
+    assert backend.name == name and backend.devices and backend.sdp_backend is not None
+    assert set(backend.devices) <= {"cpu", "cuda"}

@@ -1,0 +1,46 @@
+"""What every test gets: a fixed seed, no leftovers of the toggle, GPU tests only where they run."""
+
+import hypothesis
+import pytest
+import torch
+
+import cp_dispatch
+
+# A slow or shared machine is no failure.
+hypothesis.settings.register_profile("cp_dispatch", deadline=None)
+hypothesis.settings.load_profile("cp_dispatch")
+
+
+def pytest_collection_modifyitems(items):
+    # Modules that need more than one GPU say so themselves.
+    if torch.cuda.device_count() == 0:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA devices"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _off_afterwards():
+    yield
+    left_on = cp_dispatch.is_enabled()
+    cp_dispatch.disable()
+    assert not left_on, "the test left cp_dispatch enabled"
+
+
+@pytest.fixture(autouse=True)
+def switches_stay_as_they_were():
+    """The switches of torch's SDPA backends are the process's; a test that leaves them changed
+    would have later ones run, or refused, on other kernels."""
+    names = ("flash", "mem_efficient", "cudnn", "math")
+    cuda = torch.backends.cuda
+    before = {name: getattr(cuda, f"{name}_sdp_enabled")() for name in names}
+    yield
+    after = {name: getattr(cuda, f"{name}_sdp_enabled")() for name in names}
+    for name, on in before.items():
+        getattr(cuda, f"enable_{name}_sdp")(on)
+    assert after == before, "this test leaves torch's SDPA backends switched"

@@ -1,0 +1,138 @@
+"""W ranks as threads of this process, on torch's ``MultiThreadedPG``.
+
+A run costs hundredths of a second, and collectives work as they do between processes, also those
+inside custom ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed import multi_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
+
+_TIMEOUT = 60
+
+
+def run_threads(world_size: int, function, timeout: float = _TIMEOUT) -> list:
+    """``[function(rank) for every rank]``, each in its own thread with a process group.
+
+    The first failure of a rank fails the call, with its traceback as the message; so does a run
+    that is not done in time.
+    """
+    results: list = [None] * world_size
+    failures: dict[int, BaseException] = {}
+    store = dist.HashStore()
+    # Autograd modes are a thread's own; the ranks get the caller's.
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def body(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            with torch.set_grad_enabled(grad), torch.inference_mode(inference):
+                results[rank] = function(rank)
+        except BaseException as error:
+            # A rank that another's failure has interrupted in a collective raises SystemExit.
+            failures[rank] = error
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+            multi_threaded_pg.ThreadLocalWorld._world.__dict__.clear()
+            _clear_sharding_prop_cache()  # it holds this run's meshes, whose groups are gone
+
+    with _threaded_world():
+        hung = _run_all(body, world_size, timeout)
+    real = {r: e for r, e in failures.items() if not isinstance(e, SystemExit)}
+    if real:
+        rank, error = min(real.items())
+        text = "".join(traceback.format_exception(error))
+        raise AssertionError(f"rank {rank} of {world_size} (of {sorted(real)}):\n{text}") from error
+    assert not hung, f"ranks {hung} of {world_size} were not done after {timeout} s"
+    return results
+
+
+class _Worker:
+    """A thread that runs one rank of one run after another.
+
+    Workers never end, because DTensor's cache of a thread, in torch 2.11, can deadlock with other
+    threads when its thread ends.
+    """
+
+    def __init__(self):
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self.done: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def start(self, body, rank: int) -> None:
+        self._jobs.put((body, rank))
+
+    def _run(self) -> None:
+        # Backwards stay in the rank's own thread.
+        torch.autograd.set_multithreading_enabled(False)
+        while True:
+            body, rank = self._jobs.get()
+            body(rank)
+            del body
+            self.done.put(rank)
+
+
+_workers: list[_Worker] = []
+
+
+def _run_all(body, world_size: int, timeout: float) -> list[int]:
+    """Run every rank; those that were not done in time."""
+    while len(_workers) < world_size:
+        _workers.append(_Worker())
+    workers = _workers[:world_size]
+    for rank, worker in enumerate(workers):
+        worker.start(body, rank)
+    hung = []
+    deadline = time.monotonic() + timeout
+    for rank, worker in enumerate(workers):
+        try:
+            worker.done.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            hung.append(rank)
+            ProcessLocalGroup.exception_handle(TimeoutError())
+            deadline = time.monotonic() + 5
+    if hung:
+        _workers.clear()  # threads that hang are of no more use
+    return hung
+
+
+@contextlib.contextmanager
+def _threaded_world():
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    lock = threading.Lock()
+
+    def one_at_a_time(*args, **kwargs):
+        # Fake mode is one for the process. Torch's own threaded tests take turns too, by a
+        # lock that torch 2.11 does not have.
+        with lock:
+            return propagate(*args, **kwargs)
+
+    # Torch 2.11 built for CUDA, on a machine without: the thread that enters fake mode first owns
+    # a guard that all others use, so let it be a thread that stays.
+    with FakeTensorMode():
+        pass
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    world = multi_threaded_pg._install_threaded_pg()
+    if not hasattr(world, "comms"):
+        world.comms = []  # destroy_process_group() of torch 2.11 looks for it
+    ProcessLocalGroup.reset()
+    ShardingPropagator._propagate_tensor_meta_non_cached = one_at_a_time
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+        multi_threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -1,0 +1,241 @@
+"""Integer geometry, checked by painting: every score exactly once, by tiles kernels can do."""
+
+import math
+
+import expecttest
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans, natural
+from cp_dispatch.layouts.spans import chunk
+
+lengths = st.integers(1, 24)
+world_sizes = st.integers(1, 9)
+ring_shapes = st.one_of(st.tuples(world_sizes), st.lists(st.integers(1, 4), max_size=3).map(tuple))
+
+
+@st.composite
+def layouts(draw, length: int, world_size: int):
+    """Any cut of ``[0, length)`` into spans, dealt to the ranks in any order."""
+    cuts = draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=2 * world_size))
+    edges = [0, *sorted(cuts - {length}), length]
+    spans = [Span(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    ranks: list[list[Span]] = [[] for _ in range(world_size)]
+    for span in draw(st.permutations(spans)):
+        ranks[draw(st.integers(0, world_size - 1))].append(span)
+    return tuple(map(tuple, ranks))
+
+
+@st.composite
+def natural_geometries(draw):
+    return natural(draw(lengths), draw(lengths), draw(ring_shapes), draw(st.booleans()))
+
+
+@st.composite
+def any_geometries(draw):
+    world_size = draw(world_sizes)
+    query, key = (draw(layouts(draw(lengths), world_size)) for _ in range(2))
+    return Geometry(query, key, draw(st.booleans()))
+
+
+def positions(spans) -> list[int]:
+    """The global position of every local row."""
+    return [span.position + i for span in spans for i in range(span.length)]
+
+
+def painted(geometry: Geometry) -> torch.Tensor:
+    """How often each score ``[query position, key position]`` is computed."""
+    world = range(geometry.world_size)
+    board = torch.zeros(
+        sum(map(geometry.query_length, world)), sum(map(geometry.key_length, world)), dtype=int
+    )
+    for rank in world:
+        rows = positions(geometry.query_spans[rank])
+        for owner in world:
+            columns = positions(geometry.key_spans[owner])
+            for tile in geometry.tiles(rank, owner):
+                assert tile.query_start >= 0 and tile.key_start >= 0
+                assert tile.query_length > 0 and tile.key_length > 0
+                assert rows[tile.query_start] == tile.query_position
+                assert columns[tile.key_start] == tile.key_position
+                for i in range(tile.query_length):
+                    seen = i + 1 if tile.causal else tile.key_length
+                    for j in range(seen):
+                        board[rows[tile.query_start + i], columns[tile.key_start + j]] += 1
+    return board
+
+
+@given(st.one_of(natural_geometries(), any_geometries()))
+def test_tiles_compute_every_score_of_the_mask_once(geometry):
+    board = painted(geometry)
+    mask = torch.ones_like(board)
+    assert torch.equal(board, mask.tril() if geometry.causal else mask)
+
+
+@given(st.one_of(natural_geometries(), any_geometries()))
+def test_causal_tiles_are_square_and_only_in_causal_geometries(geometry):
+    world = range(geometry.world_size)
+    tiles = [t for rank in world for owner in world for t in geometry.tiles(rank, owner)]
+    causal = [tile for tile in tiles if tile.causal]
+    assert all(tile.query_length == tile.key_length for tile in causal)
+    # Position 0 sees itself and nothing else, so a causal mask needs a causal tile.
+    assert bool(causal) == geometry.causal
+
+
+@pytest.mark.parametrize(
+    "query, key, tiles",
+    [
+        # Both start at one position: the square, then the rows past the last key.
+        (Span(4, 4), Span(4, 4), [Tile(0, 4, 0, 4, True, 4, 4)]),
+        (Span(4, 4), Span(4, 2), [Tile(0, 2, 0, 2, True, 4, 4), Tile(2, 2, 0, 2, False, 6, 4)]),
+        (Span(4, 2), Span(4, 4), [Tile(0, 2, 0, 2, True, 4, 4)]),
+        # Keys before the rows are seen whole; those after them not at all.
+        (Span(4, 4), Span(0, 4), [Tile(0, 4, 0, 4, False, 4, 0)]),
+        (Span(0, 4), Span(4, 4), []),
+        # Neither starts nor ends together.
+        (Span(4, 4), Span(2, 4), [
+            Tile(0, 4, 0, 2, False, 4, 2), Tile(0, 2, 2, 2, True, 4, 4),
+            Tile(2, 2, 2, 2, False, 6, 4),
+        ]),
+        (Span(2, 4), Span(4, 4), [Tile(2, 2, 0, 2, True, 4, 4)]),
+    ],
+)  # fmt: skip
+def test_known_tiles(query, key, tiles):
+    geometry = Geometry(((query,),), ((key,),), causal=True)
+    assert list(geometry.tiles(0, 0)) == tiles
+
+
+def test_full_mask_is_one_tile_of_the_two_shards():
+    geometry = natural(10, 6, (4,), causal=False)
+    assert geometry.tiles(3, 0) == (Tile(0, 1, 0, 2, False, 9, 0),)
+    assert geometry.tiles(0, 3) == ()  # 6 keys in chunks of 2 leave rank 3 without any
+
+
+@given(lengths, world_sizes)
+def test_chunk_spans_are_those_of_torch_and_dtensor(length, world_size):
+    spans = chunk_spans(length, (world_size,))
+    sizes = [sum(span.length for span in own) for own in spans]
+    chunks = [len(chunk) for chunk in torch.arange(length).chunk(world_size)]
+    assert sizes == chunks + [0] * (world_size - len(chunks))
+    for rank, own in enumerate(spans):
+        size, offset = Shard.local_shard_size_and_offset(length, world_size, rank)
+        assert sizes[rank] == size
+        assert own == ((Span(offset, size),) if size else ())
+
+
+@given(st.integers(0, 40), ring_shapes)
+def test_chunk_spans_of_several_mesh_dims_chunk_each_chunk_again(length, ring_shape):
+    parts = [torch.arange(length)]
+    for size in ring_shape:
+        # torch.chunk gives fewer, Shard empty ones.
+        chunks = [list(part.chunk(size)) if len(part) else [] for part in parts]
+        parts = [x for own in chunks for x in own + [torch.arange(0)] * (size - len(own))]
+    spans = chunk_spans(length, ring_shape)
+    assert len(spans) == math.prod(ring_shape)
+    assert [positions(own) for own in spans] == [part.tolist() for part in parts]
+
+
+@given(st.integers(0, 9), st.integers(0, 99), st.integers(1, 9))
+def test_chunk_cuts_a_span_where_it_lies(position, length, count):
+    parts = chunk(Span(position, length), count)
+    assert len(parts) == count
+    assert positions(parts) == list(range(position, position + length))
+    sizes = [part.length for part in parts]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == -(-length // count)
+
+
+def test_known_chunks_of_two_mesh_dims():
+    """Two nodes of two ranks: 10 positions are cut into 5 and 5, and those into 3 and 2."""
+    assert chunk_spans(10, (2, 2)) == (
+        (Span(0, 3),), (Span(3, 2),), (Span(5, 3),), (Span(8, 2),),
+    )  # fmt: skip
+    assert chunk_spans(10, (4,)) != chunk_spans(10, (2, 2))
+    assert chunk_spans(1, (2, 2)) == ((Span(0, 1),), (), (), ())
+    assert chunk_spans(7, ()) == ((Span(0, 7),),)
+    assert chunk_spans(0, (2,)) == ((), ())
+
+
+@given(st.one_of(natural_geometries(), any_geometries()))
+def test_last_hop_is_the_last_rank_that_needs_the_keys(geometry):
+    size = geometry.world_size
+    for owner in range(size):
+        needed = [h for h in range(size) if geometry.tiles((owner + h) % size, owner)]
+        assert geometry.last_hop(owner) == max(needed, default=0)
+    assert geometry.key_transitions == max(map(geometry.last_hop, range(size)))
+
+
+@pytest.mark.parametrize(
+    "query_length, key_length, world_size, causal, last_hops",
+    [
+        (16, 16, 4, False, [3, 3, 3, 3]),
+        (16, 16, 4, True, [3, 2, 1, 0]),
+        (16, 16, 1, True, [0]),
+        # Keys past the last query are of no use to anybody.
+        (4, 8, 4, True, [3, 2, 0, 0]),
+        # Two queries and one key a rank: key 1 serves row 1 of rank 0, at hop 3, and so on.
+        (8, 4, 4, True, [3, 3, 3, 3]),
+        # Five positions in chunks of two: rank 3 owns none and needs none.
+        (5, 5, 4, True, [2, 1, 0, 0]),
+        (5, 5, 4, False, [2, 3, 3, 0]),
+    ],
+)
+def test_known_last_hops(query_length, key_length, world_size, causal, last_hops):
+    geometry = natural(query_length, key_length, (world_size,), causal)
+    assert [geometry.last_hop(owner) for owner in range(world_size)] == last_hops
+    assert geometry.key_transitions == max(last_hops)
+
+
+@given(lengths, lengths, world_sizes)
+def test_causal_natural_order_never_crosses_the_end_of_the_ring(one, other, size):
+    # With no more queries than keys, a rank's keys start no earlier than its queries: only
+    # higher ranks see them.
+    geometry = natural(min(one, other), max(one, other), (size,), causal=True)
+    assert all(owner + geometry.last_hop(owner) < size for owner in range(size))
+
+
+class TestBoards(expecttest.TestCase):
+    """Who computes what: ``#`` whole, ``o`` a causal diagonal, ``%`` both, ``.`` skipped."""
+
+    def board(self, geometry: Geometry) -> str:
+        marks = {frozenset(): ".", frozenset({False}): "#", frozenset({True}): "o"}
+        lines = []
+        for rank in range(geometry.world_size):
+            kinds = (
+                frozenset(tile.causal for tile in geometry.tiles(rank, owner))
+                for owner in range(geometry.world_size)
+            )
+            lines.append(f"rank {rank}  " + " ".join(marks.get(kind, "%") for kind in kinds))
+        return "\n".join(lines)
+
+    def test_causal(self):
+        self.assertExpectedInline(
+            self.board(natural(16, 16, (4,), True)),
+            """\
+rank 0  o . . .
+rank 1  # o . .
+rank 2  # # o .
+rank 3  # # # o""",
+        )
+
+    def test_more_keys_than_queries(self):
+        self.assertExpectedInline(
+            self.board(natural(8, 16, (4,), True)),
+            """\
+rank 0  o . . .
+rank 1  % . . .
+rank 2  # o . .
+rank 3  # % . .""",
+        )
+
+    def test_fewer_keys_than_queries(self):
+        self.assertExpectedInline(
+            self.board(natural(16, 8, (4,), True)),
+            """\
+rank 0  % o . .
+rank 1  # # % o
+rank 2  # # # #
+rank 3  # # # #""",
+        )

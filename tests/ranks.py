@@ -1,0 +1,50 @@
+"""Meshes inside the test process, and DTensors on them that hold no data."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+SEQUENCE = (Shard(2),)
+
+
+@contextlib.contextmanager
+def one_rank():
+    """A mesh ``cp`` of this process alone, with real collectives."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_ranks(*shape: int, names=("cp",), rank=0):
+    """A mesh whose other ranks do not exist: collectives return at once, with garbage."""
+    size = math.prod(shape)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+def outline(
+    mesh: DeviceMesh,
+    shape: tuple[int, ...],
+    placements=SEQUENCE,
+    dtype: torch.dtype = torch.float32,
+    requires_grad: bool = False,
+) -> DTensor:
+    """A DTensor of this global shape that holds one element: plans look at nothing else."""
+    stride = torch.empty(shape, device="meta").stride()
+    local = torch.zeros(1, dtype=dtype)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    ).requires_grad_(requires_grad)

@@ -1,0 +1,264 @@
+"""Every private symbol of torch that cp_dispatch uses exists here and does what it is used for.
+
+A name added to ``_compat.__all__`` needs a ``test_<name>`` here, or an entry in ``TESTED_WITH``.
+"""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_dispatch import _compat
+from tests.ranks import one_rank
+
+TESTED_WITH = {
+    "DTensorSpec": "dtensor_spec",
+    "OpSchema": "register_op_strategy",
+    "OpSpec": "register_op_strategy",
+    "OpStrategy": "register_op_strategy",
+    "RuntimeSchemaInfo": "register_op_strategy",
+    "generate_redistribute_costs": "register_op_strategy",
+    "get_unwrapped": "is_functorch_wrapped_tensor",
+}
+
+
+@pytest.fixture
+def mesh():
+    with one_rank() as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("name", _compat.__all__)
+def test_every_name_exists_and_has_a_test(name):
+    assert hasattr(_compat, name)
+    test = globals()[f"test_{TESTED_WITH.get(name, name)}"]
+    assert f"_compat.{name}" in inspect.getsource(test)
+
+
+def test_register_op_strategy(mesh):
+    """A rule of ours decides about an op of ours: Shard in, Shard out; no sharding of dim 1."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("halve(Tensor x, float by) -> Tensor")
+    library.impl("halve", lambda x, by: x / by, "CompositeExplicitAutograd")
+    halve = torch.ops.cp_dispatch_compat_test.halve.default
+    asked = []
+
+    def strategy(schema):
+        assert isinstance(schema, _compat.OpSchema)
+        (x,) = (arg for arg in schema.args_strategy if isinstance(arg, _compat.OpStrategy))
+        given = x.strategies[0].output_spec
+        asked.append(given.placements)
+        target = _compat.DTensorSpec(
+            given.mesh,
+            tuple(p if p == Shard(0) else Replicate() for p in given.placements),
+            tensor_meta=given.tensor_meta,
+        )
+        costs = [_compat.generate_redistribute_costs(x, target)]
+        assert all(cost >= 0 for cost in costs[0])
+        return _compat.OpStrategy(
+            [_compat.OpSpec(output_specs=target, input_specs=[target], redistribute_cost=costs)]
+        )
+
+    info = _compat.RuntimeSchemaInfo()
+    _compat.register_op_strategy(halve, schema_info=info)(strategy)
+    try:
+        for placement, wanted in ((Shard(0), Shard(0)), (Shard(1), Replicate())):
+            x = DTensor.from_local(torch.ones(2, 4), mesh, [placement])
+            for by in (2.0, 4.0):
+                # ``by`` is no part of the cache key: the rule is asked once per placement.
+                out = halve(x, by)
+                assert out.placements == (wanted,)
+                assert torch.equal(out.to_local(), torch.full((2, 4), 1 / by))
+        assert asked == [(Shard(0),), (Shard(1),)]
+    finally:
+        DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.pop(halve, None)
+        library._destroy()
+
+
+def test_dtensor_spec(mesh):
+    first, second, other = (
+        _compat.dtensor_spec(DTensor.from_local(torch.rand(2, 4), mesh, [placement]))
+        for placement in (Shard(0), Shard(0), Shard(1))
+    )
+    assert isinstance(first, _compat.DTensorSpec)
+    assert first == second and hash(first) == hash(second) and first != other
+    assert first.mesh is mesh and first.placements == (Shard(0),) and first.shape == (2, 4)
+
+
+def test_local_tensor(mesh):
+    """The shard itself, whose use autograd does not see."""
+    shard = torch.rand(2, 4)
+    tensor = DTensor.from_local(shard, mesh, [Shard(0)]).requires_grad_()
+    local = _compat.local_tensor(tensor)
+    assert local.data_ptr() == shard.data_ptr() and torch.equal(local, shard)
+    assert not isinstance(local, DTensor) and (local * 2).grad_fn is None
+
+
+def test_all_gather_single(mesh):
+    gathered = torch.zeros(3)
+    _compat.all_gather_single(gathered, torch.arange(3.0), group=mesh.get_group(0))
+    assert torch.equal(gathered, torch.arange(3.0))
+
+
+def test_group_name(mesh):
+    group = mesh.get_group(0)
+    assert _compat.group_name(group) == group.group_name
+    assert _compat.resolve_group(_compat.group_name(group)) is group
+
+
+def test_CausalBiasDispatch():
+    def mine(*args):
+        return "mine"
+
+    before, switch = CausalBias.__dict__["_dispatch"], _compat.CausalBiasDispatch()
+    assert switch.get() is CausalBias._dispatch
+    switch.put(mine)
+    query = torch.ones(1, 1, 4, 4)
+    assert F.scaled_dot_product_attention(query, query, query, causal_lower_right(4, 4)) == "mine"
+    switch.restore()
+    assert CausalBias.__dict__["_dispatch"] is before
+    switch.restore()
+    assert CausalBias.__dict__["_dispatch"] is before
+
+
+def test_below_autograd():
+    x = torch.ones(2, requires_grad=True)
+    with _compat.below_autograd():
+        assert (x * 2).grad_fn is None
+    assert (x * 2).grad_fn is not None
+
+
+@pytest.mark.parametrize("key", ["CPU", "AutogradCPU", "CUDA", "AutogradCUDA"])
+def test_composite_kernel(key):
+    """The kernel is torch's own, takes boxed calls, and records autograd where it should."""
+    kernel = _compat.composite_kernel(key)
+    tensors = [torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3)]
+    with torch.set_grad_enabled(key.startswith("Autograd")):
+        keys = torch._C._dispatch_keys(tensors[0])
+        out = kernel.call_boxed(keys, *tensors, None, 0.0, True, scale=0.3, enable_gqa=False)
+    expected = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.3)
+    assert torch.equal(out, expected)
+    assert out.requires_grad == key.startswith("Autograd")
+
+
+def test_cudnn_logsumexp_ndim():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        query = torch.empty(2, 4, 16, 64, dtype=torch.float16, device="cuda")
+        lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, query, query, None, True, 0.0, False, False
+        )[1]
+    assert _compat.cudnn_logsumexp_ndim() == lse.dim()
+    assert lse.shape in {(2, 4, 16), (2, 4, 16, 1)}  # the two that the cuDNN backend knows
+
+
+def test_disable_current_modes():
+    class Count(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        torch.ones(2)
+        with _compat.disable_current_modes():
+            torch.ones(2)
+        assert count.seen == 1
+        torch.ones(2)
+        assert count.seen == 2
+
+
+def test_fused_sdp_choice():
+    x = torch.ones(1, 2, 8, 16)
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            choice = _compat.fused_sdp_choice(x, x, x, None, 0.0, True, enable_gqa=False)
+        assert SDPBackend(choice) == backend
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError):
+        _compat.fused_sdp_choice(x, x, x, None, 0.0, True, enable_gqa=False)
+
+
+def test_sdp_priority_order():
+    before = _compat.sdp_priority_order()
+    assert isinstance(before, tuple) and {int(SDPBackend.MATH), 1} <= set(before)
+    wanted = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(wanted, set_priority=True):
+        assert _compat.sdp_priority_order()[:2] == tuple(map(int, wanted))
+    assert _compat.sdp_priority_order() == before
+
+
+def test_is_functorch_wrapped_tensor():
+    plain = torch.ones(2)
+    assert not _compat.is_functorch_wrapped_tensor(plain)
+    seen = []
+
+    def look(x):
+        assert _compat.is_functorch_wrapped_tensor(x)
+        inner = _compat.get_unwrapped(x)
+        while _compat.is_functorch_wrapped_tensor(inner):
+            inner = _compat.get_unwrapped(inner)
+        seen.append(inner)
+        return (x * x).sum()
+
+    torch.func.grad(look)(plain)
+    torch.func.vmap(torch.func.grad(look))(plain[None])
+    assert torch.equal(seen[0], plain) and torch.equal(seen[1], plain[None])
+
+
+def test_functorch_is_active():
+    assert not _compat.functorch_is_active()
+    answers = []
+
+    def look(x):
+        answers.append(_compat.functorch_is_active())
+        return (x * x).sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert answers == [True, True] and not _compat.functorch_is_active()
+
+
+def test_is_tracing():
+    answers = []
+
+    def look(x):
+        answers.append(_compat.is_tracing())
+        return x + 1
+
+    look(torch.ones(2))
+    make_fx(look)(torch.ones(2))
+    assert answers == [False, True]
+
+
+def test_local_tensor_mode():
+    mode = _compat.local_tensor_mode()
+    if mode is None:
+        with pytest.raises(ImportError):
+            __import__("torch.distributed._local_tensor")
+    else:
+        assert inspect.isclass(mode) and issubclass(mode, TorchDispatchMode)
+        assert mode.__name__ == "LocalTensorMode"
+
+
+def test_resolve_group(mesh):
+    group = mesh.get_group(0)
+    assert _compat.resolve_group(group.group_name) is group
+    with pytest.raises((RuntimeError, KeyError, ValueError)):
+        _compat.resolve_group("no such group")
+
+
+def test_torch_context_parallel_is_on():
+    assert not _compat.torch_context_parallel_is_on()
+    torch_cp._enable_context_parallel_dispatcher()
+    try:
+        assert _compat.torch_context_parallel_is_on()
+    finally:
+        torch_cp._disable_context_parallel_dispatcher()
+    assert not _compat.torch_context_parallel_is_on()

@@ -1,0 +1,286 @@
+"""The merge against float64 attention over all keys, at infinities, and in every layout."""
+
+import itertools
+
+import pytest
+import torch
+
+from cp_dispatch.backends import BACKENDS
+from cp_dispatch.merge import OutputAccumulator, merge_eager, merge_partials, token_major
+from tests.distributed.reference import FACTOR
+
+INF = torch.inf
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPE = (2, 3, 10, 8)  # (B, H, S, D)
+
+
+def wide(dtype):
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def partial(dtype=torch.float32, shape=SHAPE):
+    """An output and a logsumexp as a kernel might give them."""
+    out = torch.randn(shape).to(dtype)
+    return out, 2 * torch.randn(shape[:3], dtype=wide(dtype))
+
+
+def merged(out_a, lse_a, out_b, lse_b, dtype=None):
+    """``merge_eager`` into new tensors."""
+    out, lse = out_a.new_empty(out_a.shape, dtype=dtype or lse_a.dtype), torch.empty_like(lse_a)
+    merge_eager(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse
+
+
+def assert_as_good(got, exact, one_device):
+    """As near to what is exact as one device, or as the exact answer rounded to the dtype."""
+    error, *allowed = ((x.double() - exact).norm() for x in (got, one_device, exact.to(got.dtype)))
+    assert error <= FACTOR * max(allowed)
+
+
+def formula64(*partials):
+    """Attention over the union of keys, in float64, by the definition of the logsumexp."""
+    outs, lses = (torch.stack([x.double() for x in group]) for group in zip(*partials, strict=True))
+    return (outs * lses.softmax(0).unsqueeze(-1)).sum(0), lses.logsumexp(0)
+
+
+@pytest.mark.parametrize("cut", [1, 17, 64, 127])
+def test_two_parts_of_the_keys_give_attention_over_all(cut):
+    query, key, value = torch.randn(3, 2, 4, 128, 16).unbind(0)
+    kernel = BACKENDS["math"].forward
+    parts = [
+        kernel(query, key[:, :, keys], value[:, :, keys], None, False, 0.25)
+        for keys in (slice(0, cut), slice(cut, None))
+    ]
+    scores = 0.25 * query.double() @ key.double().mT
+    exact = scores.softmax(-1) @ value.double(), scores.logsumexp(-1)
+    whole = kernel(query, key, value, None, False, 0.25)
+    for results in zip(merged(*parts[0], *parts[1]), exact, whole, strict=True):
+        assert_as_good(*results)
+
+
+def test_float64_stays_float64():
+    a, b = partial(torch.float64), partial(torch.float64)
+    got = merged(*a, *b)
+    assert [x.dtype for x in got] == [torch.float64] * 2
+    for x, exact in zip(got, formula64(a, b), strict=True):
+        torch.testing.assert_close(x, exact)  # torch's default tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_partials_merge_in_float32_and_round_once(dtype):
+    a, b = partial(dtype), partial(dtype)
+    in_float32 = merged(*a, *b)
+    for got, exact in zip(in_float32, formula64(a, b), strict=True):
+        torch.testing.assert_close(got, exact.float())  # torch's default tolerance for float32
+    rounded = merged(*a, *b, dtype=dtype)
+    assert torch.equal(rounded[0], in_float32[0].to(dtype))
+    assert torch.equal(rounded[1], in_float32[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_order_of_the_two_sides_does_not_matter(dtype):
+    a, b = partial(dtype), partial(dtype)
+    for one, other in zip(merged(*a, *b), merged(*b, *a), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("garbage", [torch.nan, INF, -INF, 7.0])
+def test_a_side_without_keys_has_no_say(dtype, garbage):
+    out, lse = partial(dtype)
+    nothing = torch.full_like(out, garbage), torch.full_like(lse, -INF)
+    for pair in ((*nothing, out, lse), (out, lse, *nothing)):
+        got, got_lse = merged(*pair, dtype=dtype)
+        assert torch.equal(got, out) and torch.equal(got_lse, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("garbage", [torch.nan, 7.0])
+def test_a_row_without_keys_on_either_side_is_zero(dtype, garbage):
+    a, b = partial(dtype), partial(dtype)
+    for out, lse in (a, b):
+        out[:, :, 4], lse[:, :, 4] = garbage, -INF
+    out, lse = merged(*a, *b, dtype=dtype)
+    assert (out[:, :, 4] == 0).all() and (lse[:, :, 4] == -INF).all()
+    others = [x for x in range(SHAPE[2]) if x != 4]
+    assert out[:, :, others].isfinite().all() and lse[:, :, others].isfinite().all()
+
+
+def test_an_infinite_logsumexp_takes_the_row():
+    (out_a, lse_a), (out_b, lse_b) = partial(), partial()
+    lse_a[:, 0], lse_b[:, 1] = INF, INF
+    lse_a[:, 2], lse_b[:, 2] = INF, INF
+    out, lse = merged(out_a, lse_a, out_b, lse_b)
+    assert torch.equal(out[:, 0], out_a[:, 0])
+    assert torch.equal(out[:, 1], out_b[:, 1])
+    assert torch.equal(out[:, 2], 0.5 * out_a[:, 2] + 0.5 * out_b[:, 2])
+    assert (lse == INF).all()
+
+
+def test_infinity_against_minus_infinity():
+    (out_a, lse_a), (out_b, lse_b) = partial(), partial()
+    out, lse = merged(out_a, lse_a.fill_(INF), out_b.fill_(torch.nan), lse_b.fill_(-INF))
+    assert torch.equal(out, out_a) and (lse == INF).all()
+
+
+@pytest.mark.parametrize("gap", [1e3, 1e30, 3e38])
+def test_far_apart_sides_neither_overflow_nor_turn_nan(gap):
+    (out_a, lse_a), (out_b, lse_b) = partial(), partial()
+    lse_a += gap
+    lse_b -= gap
+    for pair in ((out_a, lse_a, out_b, lse_b), (out_b, lse_b, out_a, lse_a)):
+        out, lse = merged(*pair)
+        assert torch.equal(out, out_a) and torch.equal(lse, lse_a)
+
+
+def test_nan_of_a_kernel_is_not_hidden():
+    (out_a, lse_a), b = partial(), partial()
+    lse_a[:, :, 3] = torch.nan
+    out_a[:, :, 5] = torch.nan
+    out, lse = merged(out_a, lse_a, *b)
+    assert out[:, :, [3, 5]].isnan().all() and lse[:, :, 3].isnan().all()
+    assert not lse[:, :, 5].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_in_place(dtype, side):
+    a, b = partial(dtype), partial(dtype)
+    a[1][:, :, 0], b[1][:, :, 1] = -INF, -INF
+    expected = merged(*a, *b, dtype=dtype)
+    target = a if side == "a" else b
+    merge_eager(*a, *b, *target)
+    for got, want in zip(target, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def layouts(out, lse):
+    """The same numbers in other memory: token-major, strided head dim, strided rows."""
+    yield out.transpose(1, 2).contiguous().transpose(1, 2), lse.transpose(1, 2).contiguous().mT
+    yield out.repeat_interleave(2, -1)[..., ::2], lse.repeat_interleave(2, -1)[..., ::2]
+    yield out.repeat_interleave(3, 2)[:, :, ::3], lse.repeat_interleave(3, 2)[:, :, ::3]
+
+
+def test_any_strides():
+    a, b = partial(), partial()
+    expected = merged(*a, *b)
+    for x, y, target in itertools.product(layouts(*a), layouts(*b), layouts(*partial())):
+        merge_eager(*x, *y, *target)
+        for got, want in zip(target, expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_merge_partials_is_merge_eager_on_cpu():
+    a, b = partial(), partial()
+    out, lse = torch.empty_like(a[0]), torch.empty_like(a[1])
+    merge_partials(*a, *b, out, lse)
+    for got, want in zip((out, lse), merged(*a, *b), strict=True):
+        assert torch.equal(got, want)
+
+
+# The rows (start, length) that the tiles of one shard of 10 rows cover, in order.
+ORDERS = {
+    "one": [(0, 10)],
+    "whole twice": [(0, 10), (0, 10)],
+    "whole often": [(0, 10)] * 4,
+    "whole, part": [(0, 10), (4, 6)],
+    "part, whole": [(4, 6), (0, 10)],
+    "whole, part, whole": [(0, 10), (0, 3), (0, 10)],
+    "part, whole, part": [(2, 5), (0, 10), (4, 6)],
+    "parts side by side": [(0, 4), (4, 6)],
+    "parts that overlap": [(0, 7), (3, 7), (5, 2)],
+    "rows left out": [(3, 2)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_accumulator(dtype, order):
+    query = torch.empty(SHAPE[0], SHAPE[1], SHAPE[2], 6, dtype=dtype)  # Dv differs from D
+    tiles = [
+        (*partial(dtype, (*SHAPE[:2], length, SHAPE[3])), start) for start, length in ORDERS[order]
+    ]
+    # What never saw a key: everything before the first tile.
+    parts = [(torch.zeros(SHAPE).double(), torch.full(SHAPE[:3], -INF).double())]
+    for out, lse, start in tiles:
+        padded = torch.zeros(SHAPE).double(), torch.full(SHAPE[:3], -INF).double()
+        window = slice(start, start + out.size(2))
+        padded[0][:, :, window], padded[1][:, :, window] = out, lse
+        parts.append(padded)
+    exact, exact_lse = formula64(*parts)
+    empty = exact_lse == -INF
+    exact[empty] = 0.0
+
+    result = OutputAccumulator(query, SHAPE[3], len(tiles), dtype, wide(dtype))
+    for tile in tiles:
+        result.add(*tile)
+    out, lse = result.finish()
+
+    assert out.dtype is dtype and lse.dtype is wide(dtype)
+    assert out.stride() == token_major(*SHAPE, like=query).stride() and lse.is_contiguous()
+    assert (out[empty] == 0).all() and torch.equal(lse == -INF, empty)
+    torch.testing.assert_close(lse, exact_lse.to(lse.dtype))  # torch's default tolerances
+    if dtype in (torch.float32, torch.float64):
+        torch.testing.assert_close(out, exact.to(dtype))
+    else:
+        # Every merge in float32 and one rounding at the end: as good as the exact one rounded.
+        assert_as_good(out, exact, exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulator_without_a_tile_is_a_fully_masked_row(dtype):
+    query = torch.empty(SHAPE, dtype=dtype)
+    out, lse = OutputAccumulator(query, 5, 0, dtype, wide(dtype)).finish()
+    assert out.shape == (*SHAPE[:3], 5) and out.dtype is dtype and (out == 0).all()
+    assert out.stride() == token_major(*SHAPE[:3], 5, like=query).stride()
+    assert lse.shape == SHAPE[:3] and lse.dtype is wide(dtype) and (lse == -INF).all()
+
+
+def test_accumulator_returns_one_tile_bit_by_bit():
+    out, lse = partial(torch.bfloat16)
+    result = OutputAccumulator(out, SHAPE[3], 1, torch.bfloat16, torch.float32)
+    result.add(out, lse, 0)
+    got, got_lse = result.finish()
+    assert torch.equal(got, out) and torch.equal(got_lse, lse)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_accumulator_keeps_the_wide_result_if_asked(order):
+    """The dtype asked for decides, not query's: narrowing afterwards gives the narrow result."""
+    tiles = [
+        (*partial(torch.bfloat16, (*SHAPE[:2], n, SHAPE[3])), start) for start, n in ORDERS[order]
+    ]
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        like = tiles[0][0].new_empty(SHAPE)
+        result = OutputAccumulator(like, SHAPE[3], len(tiles), dtype, torch.float32)
+        for out, lse, start in tiles:
+            result.add(out.clone(), lse.clone(), start)
+        results.append(result.finish())
+    (wide_out, wide_lse), (out, lse) = results
+    assert wide_out.dtype is torch.float32 and out.dtype is torch.bfloat16
+    assert torch.equal(wide_out.bfloat16(), out) and torch.equal(wide_lse, lse)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_accumulator_in_float64_for_narrow_partials(order):
+    """As the math backend asks for: nothing is rounded to the dtype of query or of the partials."""
+    tiles = [
+        (*partial(torch.float32, (*SHAPE[:2], n, SHAPE[3])), start) for start, n in ORDERS[order]
+    ]
+    like = torch.empty(SHAPE, dtype=torch.bfloat16)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        result = OutputAccumulator(like, SHAPE[3], len(tiles), torch.float64, torch.float64)
+        for out, lse, start in tiles:
+            result.add(out.to(dtype), lse.double(), start)
+        results.append(result.finish())
+    (out, lse), (wide_out, wide_lse) = results
+    assert out.dtype is lse.dtype is torch.float64
+    assert torch.equal(out, wide_out) and torch.equal(lse, wide_lse)
+
+
+def test_accumulator_without_rows():
+    query = torch.empty(2, 3, 0, 8)
+    out, lse = OutputAccumulator(query, 8, 0, torch.float32, torch.float32).finish()
+    assert out.shape == (2, 3, 0, 8) and lse.shape == (2, 3, 0)

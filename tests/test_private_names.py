@@ -1,0 +1,53 @@
+"""Only ``_compat`` names what torch marks as private."""
+
+import ast
+import pathlib
+
+import cp_dispatch
+from cp_dispatch import _compat
+
+
+def test_all_is_complete():
+    """What other modules import from _compat, and what it defines, is in ``__all__``."""
+    package = pathlib.Path(cp_dispatch.__file__).parent
+    imported = {
+        alias.name
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "cp_dispatch._compat"
+        for alias in node.names
+    }
+    assert imported == set(_compat.__all__)
+
+
+def private_names(path: pathlib.Path):
+    """Names of torch with a leading underscore that a module imports or reaches for."""
+
+    def is_private(name: str) -> bool:
+        return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        # Annotations are never evaluated.
+        for field in ("annotation", "returns"):
+            if getattr(node, field, None) is not None:
+                setattr(node, field, None)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (x.name for x in node.names if x.name.startswith("torch.") and
+                        is_private(x.name))  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from filter(is_private, names)
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            # torch.ops holds operators, whose names are no private symbols.
+            if text.startswith("torch.") and not text.startswith("torch.ops.") and is_private(text):
+                yield text
+
+
+def test_nothing_else_uses_private_names_of_torch():
+    package = pathlib.Path(cp_dispatch.__file__).parent
+    found = {str(p.relative_to(package)): list(private_names(p)) for p in package.rglob("*.py")}
+    assert found.pop("_compat.py")  # the search does find them
+    assert not {path: names for path, names in found.items() if names}

@@ -1,0 +1,293 @@
+"""Plans in words: golden texts of every schedule, of refusals, and of errors."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_dispatch import enabled, explain
+from tests.ranks import fake_ranks, outline
+from tests.test_plan import gqa
+
+WHOLE = (Replicate(),)
+
+
+@pytest.fixture
+def mesh():
+    with fake_ranks(4) as mesh:
+        yield mesh
+
+
+def test_a_causal_ring_with_grouped_heads(mesh):
+    with enabled():
+        plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
+    assert plan.handler == "cp_dispatch" and plan.backend == "cpu_flash" and plan.reasons == ()
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
+    query: (2, 8, 16384, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 16384, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 16384, 16) float32 on cpu mesh [cp=4: S(2)]
+    dropout_p=0.0, is_causal=True, scale=None, enable_gqa=True
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                1/3               2.000 (    3)        10.000 (    7)
+     1                2/2               4.000 (    3)        12.000 (    7)
+     2                3/1               6.000 (    3)        14.000 (    7)
+     3                4/0               0.000 (    3)         8.000 (    7)
+  extra memory at most: 12.500 MiB forward, 18.000 MiB backward
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def test_a_full_ring_with_uneven_shards(mesh):
+    with enabled(schedule="ring"):
+        plan = explain(*gqa(mesh, length=9000, key_length=10), scale=0.5, enable_gqa=True)
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
+    query: (2, 8, 9000, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 10, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 10, 16) float32 on cpu mesh [cp=4: S(2)]
+    dropout_p=0.0, is_causal=False, scale=0.5, enable_gqa=True
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0               0.003 (    3)         0.008 (    7)
+     1                4/0               0.003 (    3)         0.008 (    7)
+     2                4/0               0.004 (    3)         0.009 (    7)
+     3                4/0               0.003 (    3)         0.008 (    7)
+  extra memory at most: 4.672 MiB forward, 4.402 MiB backward
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def test_a_refused_call(mesh):
+    query, key, value = gqa(mesh)
+    with enabled():
+        plan = explain(query, key, value, torch.ones(64, 64), -0.1, True)
+    assert plan.handler == "refused"
+    assert_expected_inline(
+        str(plan),
+        """\
+cp_dispatch does not support this scaled_dot_product_attention call.
+  given:
+    query: (2, 8, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    attn_mask: (64, 64) float32 Tensor (not a DTensor)
+    dropout_p=-0.1, is_causal=True, scale=None, enable_gqa=False
+  refused because:
+    - dropout_p must be in [0, 1], got -0.1
+    - attn_mask and is_causal are both given; put the causal part in the mask
+    - query has 8 heads, key 2, and enable_gqa is False; pass enable_gqa=True""",
+    )
+
+
+def test_a_call_that_stays_on_its_rank():
+    with fake_ranks(2, 2, names=("dp", "tp")) as mesh, enabled():
+        plan = explain(*gqa(mesh, (Shard(0), Shard(1))), is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: local over 1 ranks, cpu_flash kernel
+    query: (2, 8, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
+    key: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
+    value: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
+    dropout_p=0.0, is_causal=True, scale=None, enable_gqa=True
+  extra memory at most: 0.017 MiB forward, 0.039 MiB backward
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def test_a_call_that_is_not_ours(mesh):
+    assert_expected_inline(
+        str(explain(*gqa(mesh), enable_gqa=True)),
+        """\
+handled by torch as it is
+    query: (2, 8, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True
+  - cp_dispatch is not enabled""",
+    )
+
+
+def test_replicated_keys(mesh):
+    """Each rank has all keys; the backward sums what they get."""
+    query, _, _ = gqa(mesh, length=4096)
+    _, key, value = gqa(mesh, WHOLE, length=4096)
+    with enabled():
+        plan = explain(query, key, value, is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: replicated_keys over 4 ranks, cpu_flash kernel
+    query: (2, 8, 4096, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 4096, 16) float32 on cpu mesh [cp=4: R]
+    value: (2, 2, 4096, 16) float32 on cpu mesh [cp=4: R]
+    dropout_p=0.0, is_causal=True, scale=None, enable_gqa=True
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                1/0               0.000 (    0)         2.000 (    2)
+     1                1/0               0.000 (    0)         2.000 (    2)
+     2                1/0               0.000 (    0)         2.000 (    2)
+     3                1/0               0.000 (    0)         2.000 (    2)
+  extra memory at most: 1.062 MiB forward, 7.000 MiB backward
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def test_replicated_queries(mesh):
+    """Decoding: one row against a sharded cache."""
+    query, _, _ = gqa(mesh, WHOLE, length=1)
+    _, key, value = gqa(mesh, length=5000)
+    with enabled():
+        plan = explain(query, key, value, enable_gqa=True)
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: replicated_queries over 4 ranks, cpu_flash kernel
+    query: (2, 8, 1, 16) float32 on cpu mesh [cp=4: R]
+    key: (2, 2, 5000, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 5000, 16) float32 on cpu mesh [cp=4: S(2)]
+    dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                1/0               0.001 (    2)         0.001 (    1)
+     1                1/0               0.001 (    2)         0.001 (    1)
+     2                1/0               0.001 (    2)         0.001 (    1)
+     3                1/0               0.001 (    2)         0.001 (    1)
+  extra memory at most: 0.006 MiB forward, 0.612 MiB backward
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def test_a_causal_chunk_of_queries_leaves_ranks_idle(mesh):
+    query, _, _ = gqa(mesh, WHOLE, length=1000)
+    _, key, value = gqa(mesh, length=4000)
+    with enabled():
+        plan = explain(query, key, value, is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        "\n".join(str(plan).splitlines()[5:10]),
+        """\
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                1/0               1.038 (    2)         0.977 (    1)
+     1                0/1               1.038 (    2)         0.977 (    1)
+     2                0/1               1.038 (    2)         0.977 (    1)
+     3                0/1               1.038 (    2)         0.977 (    1)""",
+    )
+
+
+def test_a_ring_over_two_mesh_dims():
+    with fake_ranks(2, 2, names=("node", "gpu")) as mesh, enabled():
+        plan = explain(*gqa(mesh, (Shard(2), Shard(2)), length=4001), enable_gqa=True)
+    assert plan.mesh_dims == (0, 1) and plan.ring_shape == (2, 2) and plan.world_size == 4
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
+    query: (2, 8, 4001, 16) float32 on cpu mesh [node=2: S(2), gpu=2: S(2)]
+    key: (2, 2, 4001, 16) float32 on cpu mesh [node=2: S(2), gpu=2: S(2)]
+    value: (2, 2, 4001, 16) float32 on cpu mesh [node=2: S(2), gpu=2: S(2)]
+    dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0               1.465 (    3)         3.419 (    7)
+     1                4/0               1.465 (    3)         3.419 (    7)
+     2                4/0               1.465 (    3)         3.419 (    7)
+     3                4/0               1.465 (    3)         3.418 (    7)
+  extra memory at most: 3.055 MiB forward, 4.399 MiB backward
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def test_a_mask_and_dropout(mesh):
+    mask = outline(mesh, (2, 1, 1, 64), WHOLE, torch.bool)
+    with enabled():
+        plan = explain(*gqa(mesh), attn_mask=mask, dropout_p=0.25, enable_gqa=True)
+    assert_expected_inline(
+        str(plan),
+        """\
+handled by cp_dispatch: ring over 4 ranks, math kernel
+    query: (2, 8, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    attn_mask: (2, 1, 1, 64) bool on cpu mesh [cp=4: R]
+    dropout_p=0.25, is_causal=False, scale=None, enable_gqa=True
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0               0.023 (    3)         0.055 (    7)
+     1                4/0               0.023 (    3)         0.055 (    7)
+     2                4/0               0.023 (    3)         0.055 (    7)
+     3                4/0               0.023 (    3)         0.055 (    7)
+  extra memory at most: 0.066 MiB forward, 0.102 MiB backward
+  - math: the coins of dropout belong to (query, key) pairs, not to a kernel
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not cpu_flash: its dropout cannot give each (query, key) pair its own coin""",
+    )
+
+
+def test_no_backend_that_is_switched_on(mesh):
+    bias = outline(mesh, (64, 64), WHOLE, requires_grad=True)
+    with enabled(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        plan = explain(*gqa(mesh), attn_mask=bias, enable_gqa=True)
+    lines = str(plan).splitlines()
+    kept = [line for line in lines if "no backend that is" not in line]
+    assert len(kept) == len(lines) - 1
+    assert_expected_inline(
+        "\n".join(kept),
+        """\
+cp_dispatch does not support this scaled_dot_product_attention call.
+  given:
+    query: (2, 8, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    key: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    value: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
+    attn_mask: (64, 64) float32 on cpu mesh [cp=4: R]
+    dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True
+  refused because:
+    - math: only it gives the gradient of a bias
+  not flash: it is a kernel for cuda
+  not efficient: it is a kernel for cuda
+  not cudnn: it is a kernel for cuda
+  not cpu_flash: it does not give the gradient of a bias
+  not math: it is switched off (torch.backends.cuda.math_sdp_enabled())""",
+    )
+
+
+def test_a_table_of_many_ranks_leaves_out_the_middle():
+    with fake_ranks(64) as mesh, enabled():
+        plan = explain(*gqa(mesh, length=6400), is_causal=True, enable_gqa=True)
+        lines = str(plan).splitlines()
+    ranks = [line.split()[0] for line in lines if re.match(r" +(\d+ |\.\.\.)", line)]
+    assert ranks == ["0", "1", "2", "3", "...", "60", "61", "62", "63"]
+
+
+def test_the_text_of_a_plan_is_the_text_of_its_error(mesh):
+    query, key, value = gqa(mesh)
+    with enabled():
+        plan = explain(query, key, value, torch.ones(3), dropout_p=2.0, is_causal=True)
+        with pytest.raises(RuntimeError) as raised:
+            F.scaled_dot_product_attention(
+                query, key, value, torch.ones(3), dropout_p=2.0, is_causal=True
+            )
+    assert str(raised.value) == str(plan) and len(plan.reasons) == 4

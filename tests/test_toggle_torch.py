@@ -1,0 +1,130 @@
+"""What the toggle changes of torch besides the override, and puts back: the tag of compile
+caches, and the dispatch of causal biases."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import bias as torch_bias
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from cp_dispatch import disable, enable, enabled, explain
+from tests.ranks import one_rank
+
+# A mark before, as a user may have put one.
+TAGS = ["", "mine", "mine|other"]
+
+
+def tag() -> str:
+    return torch.compiler.config.cache_key_tag
+
+
+@pytest.fixture(params=TAGS)
+def before(request):
+    old = tag()
+    torch.compiler.config.cache_key_tag = request.param
+    yield request.param
+    disable()
+    torch.compiler.config.cache_key_tag = old
+
+
+def test_disable_restores_the_tag_exactly(before):
+    for switch in (enable, lambda: enable(schedule="ring")):
+        switch()
+        assert tag() != before and tag().startswith(before)
+        disable()
+        assert tag() == before
+    with enabled(), enabled(schedule="ring"):
+        assert tag() != before
+    assert tag() == before
+    disable()
+    assert tag() == before
+
+
+def test_the_tag_tells_the_options_apart(before):
+    tags = {before}
+    for schedule in ("auto", "ring"):
+        with enabled(schedule=schedule):
+            own = tag()
+            assert own not in tags
+            tags.add(own)
+            with enabled(schedule="auto"):
+                pass
+            assert tag() == own
+        with enabled(schedule=schedule):
+            assert tag() == own  # the same options, the same caches
+        enable(schedule=schedule)
+        assert tag() == own
+        disable()
+
+
+def test_enabling_twice_does_not_lengthen_the_tag(before):
+    enable()
+    once = tag()
+    enable()
+    assert tag() == once
+    with enabled():
+        assert tag() == once
+
+
+def test_what_others_put_into_the_tag_meanwhile_stays(before):
+    with enabled():
+        own = tag()[len(before) :]
+        torch.compiler.config.cache_key_tag = "theirs" + own
+    assert tag() == "theirs"
+
+
+def test_an_exception_restores_the_tag(before):
+    with pytest.raises(KeyError), enabled():
+        raise KeyError
+    assert tag() == before
+
+
+def test_causal_biases_are_dispatched_by_torch_again_afterwards():
+    before = torch_bias.CausalBias.__dict__["_dispatch"]
+    for _ in range(2):
+        with enabled(), enabled(schedule="ring"):
+            assert torch_bias.CausalBias.__dict__["_dispatch"] is not before
+        assert torch_bias.CausalBias.__dict__["_dispatch"] is before
+
+
+def test_a_dispatch_that_somebody_else_put_there_meanwhile_stays(monkeypatch):
+    def other(*args, **kwargs):
+        return "theirs"
+
+    before = torch_bias.CausalBias.__dict__["_dispatch"]
+    try:
+        with enabled():
+            torch_bias.CausalBias._dispatch = staticmethod(other)
+        assert torch_bias.CausalBias._dispatch is other
+    finally:
+        torch_bias.CausalBias._dispatch = before
+
+
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")  # torch's own
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("lengths", [(6, 6), (4, 9), (9, 4)])
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_plain_tensors_and_of_dtensors(kind, lengths, grad):
+    rows, keys = lengths
+    plain = [torch.randn(1, 2, n, 4).double().requires_grad_(grad) for n in (rows, keys, keys)]
+    bias = kind(rows, keys)
+    expected = F.scaled_dot_product_attention(*plain, attn_mask=bias)
+    with one_rank() as mesh, enabled():
+        assert torch.equal(F.scaled_dot_product_attention(*plain, attn_mask=bias), expected)
+        tensors = [
+            DTensor.from_local(x.detach(), mesh, [Shard(2)]).requires_grad_(grad) for x in plain
+        ]
+        plan = explain(*tensors, attn_mask=bias)
+        assert plan.handler == "cp_dispatch" and plan.schedule == "ring"
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=bias)
+        assert out.placements == (Shard(2),)
+        # Rows that see no key at all, of a lower right one with more rows than keys, are zeros.
+        blind = max(rows - keys, 0) if kind is causal_lower_right else 0
+        assert (out.to_local()[:, :, :blind] == 0).all()
+        torch.testing.assert_close(out.to_local(), expected)
+        if grad:
+            wanted = torch.autograd.grad(expected.square().sum(), plain)
+            got = torch.autograd.grad(out.square().sum(), tensors)
+            for mine, theirs in zip(got, wanted, strict=True):
+                torch.testing.assert_close(mine.to_local(), theirs)
