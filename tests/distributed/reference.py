@@ -176,6 +176,10 @@ def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
                 attn_mask = attn_mask.expand(scores).reshape(-1, 1, *scores[-2:])
         elif attn_mask is not None:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+        if attn_mask is not None and attn_mask.is_cuda:
+            # Torch 2.11's efficient kernel reads a mask that is broadcast along the keys from a
+            # misaligned address, which ends the process's CUDA context.
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2)).contiguous()
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask,
             is_causal=problem.causal, scale=problem.scale,

@@ -34,6 +34,8 @@ _HOST = "127.0.0.1"
 _START_TIMEOUT = 120
 _MAX_HANGS = 3
 _PASSED = "passed"
+# After one of these a process can do nothing more on its GPU.
+_STICKY = ("CUDA error", "cudaErrorMisalignedAddress", "an illegal memory access")
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ def _spawn(module, names, world_size, backend, case_timeout) -> dict[str, str]:
             rank: _get(store, f"{name}/{rank}") or _get(store, f"{name}/{rank}/hung")
             for rank in range(world_size)
         }
+        if outcomes and not any(said.values()):
+            break  # all ranks ended after the case before
         complete = None not in said.values() and not any(
             store.check([f"{name}/{rank}/hung"]) for rank in said
         )
@@ -156,12 +160,24 @@ def _worker(rank, world_size, port, module, names, backend, case_timeout) -> Non
         except BaseException:
             said = traceback.format_exc()
         watch.stop()
+        _log(f"rank {rank} of {world_size}, {name}: {said}")
         store.set(f"{name}/{rank}", said)
         # All ranks begin the next case together, or this process ends in an error.
-        store.wait([f"{name}/{r}" for r in range(world_size)], timeout)
+        everyone = [f"{name}/{r}" for r in range(world_size)]
+        store.wait(everyone, timeout)
+        if any(word in _get(store, key) for key in everyone for word in _STICKY):
+            break
     # No destroy_process_group: after a case that failed in the middle it can wait for ever.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _log(text: str) -> None:
+    """For whoever must stop a run before its end: what the cases said so far."""
+    path = os.environ.get("CP_DISPATCH_CASE_LOG")
+    if path:
+        with open(path, "a") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
 class _Watch:
