@@ -80,7 +80,12 @@ FEATURES = {
     "bias that needs a gradient": {"mask_kind": "head", "mask_grad": True},
     "fully masked rows": {"mask_kind": "blind"},
     "dropout": {"dropout": 0.25},
-    "decode: query replicated, keys sharded": {"rows": 1, "query_at": [Replicate()]},
+    # Many heads: the error of a few numbers is luck.
+    "decode: query replicated, keys sharded": {
+        "rows": 1,
+        "heads": 128,
+        "query_at": [Replicate()],
+    },
     "query sharded, keys replicated": {"key_at": [Replicate()], "causal": True},
     "partial key and value": {"key_at": [Partial()]},
     "3-D inputs": {"leading": (2,), "causal": True},
@@ -170,7 +175,7 @@ def attempt(
             allowed = torch.finfo(dtype).eps * (true.numel() * dim) ** 0.5 / FACTOR
         error = (mine.full_tensor().double() - true).norm().item()
         ratio = max(ratio, error / allowed if error == error else torch.inf)
-    return _cell(ratio, ran, kernel, judge)
+    return _cell(ratio, ran, kernel, judge, alone)
 
 
 def _one_device(ran, tensors, attn_mask, mask_grad, run, gradient):
@@ -199,11 +204,11 @@ def _distribute(tensor, mesh, placements):
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
-def _cell(ratio: float, ran: str, kernel: str, judge: str | None = None) -> str:
+def _cell(ratio: float, ran: str, kernel: str, judge: str = "", alone: str = "") -> str:
     if ratio > FACTOR:
         # Another, more exact kernel on one device is no measure of this one's rounding.
-        return "WRONG" if judge in (None, ran) or ratio > 3 else f"{ratio:.2f}x {judge}"
-    return "yes" if ran == kernel else ran
+        return f"{ratio:.2f}x {judge}" if judge != alone and ratio < 3 else f"WRONG {ratio:.2f}x"
+    return "yes" if ran == kernel else {"stock": "torch"}.get(ran, ran)
 
 
 def run_all(device: str) -> None:

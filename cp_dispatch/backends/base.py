@@ -139,6 +139,12 @@ def _visible(mask: Tensor) -> Tensor:
     return seen.any(-1, keepdim=True)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it starts in the middle of 16 bytes, as a contiguous tile of a larger
+    tensor can; kernels read as many at a time."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def repeat_heads(tensor: Tensor, groups: int) -> Tensor:
     """Every key/value head once for each of its query heads, ``(B, Hkv * groups, S, D)``."""
     return tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor

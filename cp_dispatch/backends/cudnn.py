@@ -4,7 +4,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch._compat import cudnn_logsumexp_ndim
-from cp_dispatch.backends.base import Backend
+from cp_dispatch.backends.base import Backend, aligned
 
 aten = torch.ops.aten
 
@@ -35,4 +35,6 @@ class Cudnn(Backend):
 
 def _whole(bias, key):
     """The bias with all columns and in one piece, as the kernel takes it."""
-    return None if bias is None else bias.expand(*bias.shape[:-1], key.size(2)).contiguous()
+    if bias is None:
+        return None
+    return aligned(bias.expand(*bias.shape[:-1], key.size(2)).contiguous())

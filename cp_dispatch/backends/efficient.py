@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch.backends.base import Backend
+from cp_dispatch.backends.base import Backend, aligned
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ class Efficient(Backend):
         unused = query.new_empty((), dtype=torch.int64)
         bias = _aligned(bias, query, key)
         grads = aten._scaled_dot_product_efficient_attention_backward(
-            grad_output, query, key, value, bias, output, logsumexp.contiguous(),
+            grad_output, query, key, value, bias, output, aligned(logsumexp.contiguous()),
             unused, unused, 0.0, [True, True, True, False], causal,
             scale=scale,
         )  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cp_dispatch.backends import BACKENDS, Backend
-from cp_dispatch.backends.base import repeat_heads, sum_heads
+from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.layouts import natural
 from cp_dispatch.merge import OutputAccumulator
 from tests.distributed.reference import Problem, check, exact, one_device
@@ -166,3 +166,12 @@ def test_backends_describe_themselves(name):
     backend = BACKENDS[name]
     assert backend.name == name and backend.devices and backend.sdp_backend is not None
     assert set(backend.devices) <= {"cpu", "cuda"}
+
+
+def test_aligned_copies_only_what_starts_off_16_bytes():
+    row = torch.arange(33, dtype=torch.bfloat16).view(1, 1, 1, 33)
+    odd = row[..., 17:].contiguous()
+    assert odd.data_ptr() % 16, "a contiguous view that needs no copy to be contiguous"
+    assert aligned(odd).data_ptr() % 16 == 0
+    assert torch.equal(aligned(odd), odd)
+    assert aligned(row) is row

@@ -35,7 +35,7 @@ _START_TIMEOUT = 120
 _MAX_HANGS = 3
 _PASSED = "passed"
 # After one of these a process can do nothing more on its GPU.
-_STICKY = ("CUDA error", "cudaErrorMisalignedAddress", "an illegal memory access")
+_STICKY = ("CUDA error", "misaligned address", "an illegal memory access")
 
 
 @dataclass(frozen=True)

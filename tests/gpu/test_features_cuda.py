@@ -165,7 +165,7 @@ _FOUR = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size} GPUs")
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
 def outcomes(request) -> dict[str, str]:
     size = request.param
     asked = [

@@ -125,7 +125,7 @@ def _needs_four(case: str) -> bool:
     return " mesh " in case
 
 
-@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size} GPUs")
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
 def outcomes(request) -> dict[str, str]:
     size = request.param
     asked = [
