@@ -1,0 +1,241 @@
+"""What all balancers have in common: from the spans of each rank, everything else.
+
+Note [Balancers]
+~~~~~~~~~~~~~~~~
+Under a causal mask, row i of the score matrix costs i + 1, so in natural order the last of W ranks
+has nearly twice the mean work. A *balancer* says which positions each rank owns instead::
+
+    natural order, W = 2      0 0 0 0 1 1 1 1
+    HeadTail(8, 2)            0 0 1 1 1 1 0 0
+
+It changes who owns a position, never how many: rank r owns as many rows as ``torch.chunk`` gives
+it, because DTensor's ``Shard`` counts on that. Within a rank, rows are in ascending order, so they
+are a few runs of consecutive positions (:class:`~cp_dispatch.layouts.spans.Span`). The *permuted*
+sequence is the ranks' rows one after the other: ``permuted[b, i] = natural[b, indices[b, i]]``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts.spans import Span, chunk
+
+Spans = tuple[Span, ...]
+
+
+class Balancer:
+    """Who owns which positions, for one sequence length and one number of ranks.
+
+    Balancers are values: equal where their :attr:`text` is, hashable, pickled as that text. A kind
+    of balancer is a frozen dataclass that defines ``_arguments``, ``_assign`` and ``_work_before``.
+    See Note [Balancers].
+    """
+
+    #: Positions of the whole sequence.
+    seq_len: int
+    #: Ranks that share it.
+    world_size: int
+    #: 1 if all rows of the batch share the layout, else the batch size.
+    rows: int = 1
+
+    def _arguments(self) -> list:
+        """What :attr:`text` holds, in the order of the constructor's arguments."""
+        raise NotImplementedError
+
+    def _assign(self) -> Sequence[Sequence[Sequence[Span]]]:
+        """``[row][rank]`` -> spans in any order, together ``shard_lengths[rank]`` long."""
+        raise NotImplementedError
+
+    def _work_before(self, row: int, position: int):
+        """Work of all positions of a row before ``position``."""
+        raise NotImplementedError
+
+    # -- The layout -------------------------------------------------------------------------
+
+    @functools.cached_property
+    def shard_lengths(self) -> tuple[int, ...]:
+        """Rows of each rank, by ``torch.chunk``'s rule: the last ones possibly short or empty."""
+        return tuple(span.length for span in chunk(Span(0, self.seq_len), self.world_size))
+
+    def spans(self, rank: int) -> tuple[Spans, ...]:
+        """For each of :attr:`rows`, the runs of positions that ``rank`` owns, ascending."""
+        return self._spans[check_rank(rank, self.world_size)]
+
+    @functools.cached_property
+    def _spans(self) -> tuple[tuple[Spans, ...], ...]:
+        rows = self._assign()
+        return tuple(tuple(coalesce(row[rank]) for row in rows) for rank in range(self.world_size))
+
+    @functools.cached_property
+    def indices(self) -> torch.Tensor:
+        """``(rows, S)`` int64 on CPU: ``permuted[b, i] = natural[b, indices[b, i]]``.
+
+        Made once; do not modify it.
+        """
+        indices = torch.empty(self.rows, self.seq_len, dtype=torch.int64)
+        for row in range(self.rows):
+            spans = (span for rank in range(self.world_size) for span in self._spans[rank][row])
+            start = 0
+            for position, length in spans:
+                torch.arange(position, position + length, out=indices[row, start : start + length])
+                start += length
+        return indices
+
+    @functools.cached_property
+    def inverse(self) -> torch.Tensor:
+        """``(rows, S)`` int64 on CPU: ``natural[b, i] = permuted[b, inverse[b, i]]``.
+
+        Made once; do not modify it.
+        """
+        places = torch.arange(self.seq_len).expand(self.rows, -1)
+        return torch.empty_like(self.indices).scatter_(1, self.indices, places)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE."""
+        start = sum(self.shard_lengths[: check_rank(rank, self.world_size)])
+        return self.indices[:, start : start + self.shard_lengths[rank]].to(device, copy=True)
+
+    # -- How well it balances ---------------------------------------------------------------
+
+    def work(self, rank: int):
+        """Work of a rank, summed over :attr:`rows`: (query, key) pairs, or the given numbers."""
+        return self._work(self.spans(rank))
+
+    def imbalance(self) -> float:
+        """The most work of a rank over the mean. 1.0 is perfect."""
+        return max_over_mean([self.work(rank) for rank in range(self.world_size)])
+
+    def natural_work(self, rank: int):
+        """What the work of ``rank`` would be in natural order."""
+        chunks = chunk(Span(0, self.seq_len), self.world_size)
+        own = chunks[check_rank(rank, self.world_size)]
+        return self._work([(own,)] * self.rows)
+
+    def natural_imbalance(self) -> float:
+        """:meth:`imbalance` of the same work in natural order."""
+        return max_over_mean([self.natural_work(rank) for rank in range(self.world_size)])
+
+    def _work(self, rows):
+        return sum(
+            self._work_before(row, position + length) - self._work_before(row, position)
+            for row, spans in enumerate(rows)
+            for position, length in spans
+        )
+
+    def explain(self) -> str:
+        """A few lines: work per rank, imbalance, and what was not divisible."""
+        work = [self.work(rank) for rank in range(self.world_size)]
+        lines = [
+            f"{type(self).__name__}: {self.seq_len} positions on {self.world_size} ranks, "
+            f"rows per rank {_counts(self.shard_lengths)}",
+            f"imbalance {self.imbalance():.4f} (natural order {self.natural_imbalance():.4f}), "
+            f"work per rank {min(work):,} to {max(work):,}",
+        ]
+        return "\n".join(lines + self._notes())
+
+    def _notes(self) -> list[str]:
+        return []
+
+    # -- As a value -------------------------------------------------------------------------
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Compact JSON such as ``["HeadTail",4096,4]``, read back by :func:`from_text`."""
+        return json.dumps([type(self).__name__, *self._arguments()], separators=(",", ":"))
+
+    def __eq__(self, other) -> bool:
+        return self.text == other.text if isinstance(other, Balancer) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __reduce__(self):
+        return from_text, (self.text,)
+
+
+@functools.lru_cache(maxsize=256)
+def from_text(text: str) -> Balancer:
+    """The balancer whose :attr:`Balancer.text` this is.
+
+    Raises:
+        ContextParallelError: for any other text.
+    """
+    kinds = {kind.__name__: kind for kind in Balancer.__subclasses__()}
+    try:
+        name, *arguments = json.loads(text)
+        kind = kinds[name]
+        balancer = kind(*arguments)
+    except (ValueError, TypeError, KeyError) as error:
+        known = ", ".join(sorted(kinds))
+        raise ContextParallelError(
+            f"{text[:100]!r} is not the text of a balancer, [name, arguments...] with a name of "
+            f"{known}"
+        ) from error
+    return balancer
+
+
+def coalesce(spans: Sequence[Span]) -> Spans:
+    """The same positions in ascending order, with as few spans as there can be."""
+    merged: list[Span] = []
+    for span in sorted(span for span in spans if span.length):
+        if merged and merged[-1].position + merged[-1].length == span.position:
+            merged[-1] = Span(merged[-1].position, merged[-1].length + span.length)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def head_tail(span: Span, counts: Sequence[int]) -> list[list[Span]]:
+    """Deal a span out to takers in their order: each takes half its count from each end.
+
+    An odd count takes the extra row from the head. ``counts`` add up to the span's length.
+    """
+    head, tail = span.position, span.position + span.length
+    dealt = []
+    for count in counts:
+        front, back = -(-count // 2), count // 2
+        dealt.append([Span(head, front), Span(tail - back, back)])
+        head, tail = head + front, tail - back
+    return dealt
+
+
+def causal_pairs(length: int) -> int:
+    """(query, key) pairs of the first ``length`` rows under a causal mask."""
+    return length * (length + 1) // 2
+
+
+def max_over_mean(work: Sequence) -> float:
+    """Imbalance of the work of all ranks; 1.0 where there is none at all."""
+    total = sum(work)
+    return max(work) * len(work) / total if total else 1.0
+
+
+def positive_int(value, name: str) -> int:
+    """``value`` as an int of at least 1."""
+    number = None
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            pass
+    if number is None or number < 1:
+        raise ContextParallelError(f"{name} must be a positive int, got {value!r}")
+    return number
+
+
+def check_rank(rank: int, world_size: int) -> int:
+    if not 0 <= rank < world_size:
+        raise ContextParallelError(f"rank must be in 0..{world_size - 1}, got {rank}")
+    return rank
+
+
+def _counts(lengths: Sequence[int]) -> str:
+    groups = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
+    return " + ".join(f"{n} x {length}" for length, n in groups)

@@ -1,0 +1,244 @@
+"""Blocks of the sequence, dealt out by the work that each of them is."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts.balancer import Balancer, head_tail, positive_int
+from cp_dispatch.layouts.documents import DocLengths, DocumentPairs, document_rows
+from cp_dispatch.layouts.spans import Span
+
+_DEFAULT_BLOCK_SIZE = 128
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class BlockBalanced(Balancer):
+    """The same number of blocks for every rank, chosen so that the work comes out even.
+
+    For masks that no head-tail order balances. Blocks are dealt out from the heaviest down, each
+    to the rank with the least work that has room (sorted greedy; MagiAttention, arXiv:2505.13211,
+    balances blocks of its masks like that). Then the heaviest rank swaps blocks with others for as
+    long as that helps. Where head-tail by whole blocks is at least as good, it is taken instead.
+    The result depends on the numbers alone. Blocks stay whole, so few of them per rank cannot
+    always be balanced; with 64 per rank, causal masks and packed documents come within 0.01%.
+
+    Args:
+        work_or_block_mask: work of each block of query rows, as numbers: one sequence for all
+            rows of the batch, or one per row. Or a torch ``BlockMask``: the work of a query block
+            is the number of its key blocks, of all heads together.
+        world_size: number of ranks W, which must divide the number of blocks.
+        block_size: rows per block; by default that of the ``BlockMask``, or 128.
+    """
+
+    block_work: tuple[tuple[float, ...], ...]
+    world_size: int
+    block_size: int
+
+    def __init__(self, work_or_block_mask, world_size: int, block_size: int | None = None):
+        work = work_or_block_mask
+        if hasattr(work, "kv_num_blocks"):
+            work, block_size = _mask_work(work, block_size)
+        elif block_size is None:
+            block_size = _DEFAULT_BLOCK_SIZE
+        object.__setattr__(self, "block_work", _work_rows(work))
+        object.__setattr__(self, "world_size", positive_int(world_size, "world_size"))
+        object.__setattr__(self, "block_size", positive_int(block_size, "block_size"))
+        if self.blocks % self.world_size:
+            raise ContextParallelError(
+                f"{self.blocks} blocks of {self.block_size} positions cannot be shared equally by "
+                f"{self.world_size} ranks. Make the sequence a multiple of {self.world_size} x "
+                f"{self.block_size} = {self.world_size * self.block_size} positions long, or use "
+                "smaller blocks"
+            )
+
+    @classmethod
+    def from_documents(
+        cls, doc_lengths: DocLengths, world_size: int, block_size: int = _DEFAULT_BLOCK_SIZE
+    ) -> BlockBalanced:
+        """Work per block in (query, key) pairs, causal within documents.
+
+        ``doc_lengths`` is that of :class:`~cp_dispatch.layouts.PerDocumentHeadTail`; ``[S]`` is
+        one causal sequence.
+        """
+        rows = document_rows(doc_lengths)
+        length, block_size = sum(rows[0]), positive_int(block_size, "block_size")
+        if length % block_size:
+            raise ContextParallelError(
+                f"{length} positions are not a multiple of block_size={block_size}"
+            )
+        work = []
+        for lengths in rows:
+            pairs = DocumentPairs(lengths)
+            before = [pairs.before(edge) for edge in range(0, length + 1, block_size)]
+            work.append([b - a for a, b in itertools.pairwise(before)])
+        return cls(work, world_size, block_size)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the whole sequence."""
+        return len(self.block_work[0])
+
+    @property
+    def seq_len(self) -> int:
+        return self.blocks * self.block_size
+
+    @property
+    def rows(self) -> int:
+        return len(self.block_work)
+
+    def __repr__(self) -> str:
+        rows = f", {self.rows} batch rows" if self.rows > 1 else ""
+        return (
+            f"BlockBalanced({self.blocks} blocks of {self.block_size}{rows}, "
+            f"world_size={self.world_size})"
+        )
+
+    def owned_blocks(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """For each of :attr:`rows`, the blocks that ``rank`` owns, ascending."""
+        size = self.block_size
+        return tuple(
+            tuple(
+                block
+                for position, length in spans
+                for block in range(position // size, (position + length) // size)
+            )
+            for spans in self.spans(rank)
+        )
+
+    def _arguments(self) -> list:
+        return [self.block_work, self.world_size, self.block_size]
+
+    def _assign(self):
+        size = self.block_size
+        total = [0] * self.world_size  # of the rows so far: later ones even it out
+        rows = []
+        for work in self.block_work:
+            owned, total = _deal(work, self.world_size, total)
+            rows.append([[Span(block * size, size) for block in blocks] for blocks in owned])
+        return rows
+
+    def _work_before(self, row: int, position: int):
+        return self._before[row][position // self.block_size]
+
+    @functools.cached_property
+    def _before(self) -> list[list]:
+        return [list(itertools.accumulate(work, initial=0)) for work in self.block_work]
+
+
+def _deal(work: Sequence[float], world_size: int, base: Sequence[float]):
+    """Blocks of each rank, and the ranks' work with what they had before."""
+
+    def loads(owned):
+        return [
+            had + sum(work[block] for block in blocks)
+            for had, blocks in zip(base, owned, strict=True)
+        ]
+
+    greedy = _even_out(_sorted_greedy(work, world_size, base), work, base)
+    each = len(work) // world_size
+    spans = head_tail(Span(0, len(work)), [each] * world_size)
+    zigzag = [[p + i for p, length in pair for i in range(length)] for pair in spans]
+    owned = min(zigzag, greedy, key=lambda candidate: max(loads(candidate)))
+    return owned, loads(owned)
+
+
+def _sorted_greedy(work: Sequence[float], world_size: int, base: Sequence[float]):
+    """Heaviest block first, each to the rank with the least work that has room."""
+    owned: list[list[int]] = [[] for _ in range(world_size)]
+    loads = list(base)
+    each = len(work) // world_size
+    for block in sorted(range(len(work)), key=lambda block: (-work[block], block)):
+        room = (rank for rank in range(world_size) if len(owned[rank]) < each)
+        rank = min(room, key=lambda rank: (loads[rank], rank))
+        owned[rank].append(block)
+        loads[rank] += work[block]
+    return owned
+
+
+def _even_out(owned: list[list[int]], work: Sequence[float], base: Sequence[float]):
+    """Swap blocks of the heaviest rank for lighter ones of others while that helps."""
+    ranks = range(len(owned))
+    # (work, block) in ascending order, so that a partner for a swap is found by bisection.
+    piles = [sorted((work[block], block) for block in blocks) for blocks in owned]
+    loads = [base[r] + sum(weight for weight, _ in piles[r]) for r in ranks]
+    # Each swap takes work off the heaviest rank; the limit is for long tails of tiny gains.
+    for _ in range(16 * len(owned)):
+        heavy = max(ranks, key=lambda r: (loads[r], -r))
+        others = sorted((r for r in ranks if r != heavy), key=lambda r: (loads[r], r))
+        swap = None
+        for light in others:
+            swap = _best_swap(piles[heavy], piles[light], loads[heavy] - loads[light])
+            if swap:
+                break
+        if not swap:
+            break
+        mine, theirs = swap
+        piles[heavy].remove(mine)
+        piles[light].remove(theirs)
+        bisect.insort(piles[heavy], theirs)
+        bisect.insort(piles[light], mine)
+        loads[heavy] += theirs[0] - mine[0]
+        loads[light] += mine[0] - theirs[0]
+    return [[block for _, block in pile] for pile in piles]
+
+
+def _best_swap(heavy: list, light: list, gap: float):
+    """The two entries whose swap leaves the smaller of the two new maxima, None if none helps."""
+    best, swap = gap / 2 * (1 - 1e-9), None
+    for mine in heavy:
+        # Moving d = mine - theirs leaves the ranks |gap / 2 - d| from their mean.
+        near = bisect.bisect_left(light, (mine[0] - gap / 2, -1))
+        for theirs in light[max(near - 1, 0) : near + 1]:
+            left = abs(gap / 2 - (mine[0] - theirs[0]))
+            if left < best:
+                best, swap = left, (mine, theirs)
+    return swap
+
+
+def _mask_work(mask, block_size: int | None) -> tuple[list[list[int]], int]:
+    """Work per batch row and query block of a ``BlockMask``, and its block size."""
+    own = mask.BLOCK_SIZE[0]
+    if block_size not in (None, own):
+        raise ContextParallelError(
+            f"block_size={block_size} is not that of the BlockMask, {own}; leave it out"
+        )
+    counts = mask.kv_num_blocks
+    if mask.full_kv_num_blocks is not None:
+        counts = counts + mask.full_kv_num_blocks
+    if mask.seq_lengths[0] != counts.shape[-1] * own:
+        raise ContextParallelError(
+            f"the {mask.seq_lengths[0]} query positions of the BlockMask are not a multiple of its "
+            f"block size {own}"
+        )
+    return counts.sum(dim=1).tolist(), own
+
+
+def _work_rows(work) -> tuple[tuple[float, ...], ...]:
+    """The given numbers per batch row, one row where all are alike."""
+    given = work.tolist() if hasattr(work, "tolist") else list(work)
+    given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
+    nested = [isinstance(x, Sequence) for x in given]
+    rows = given if given and all(nested) else [given]
+    if not rows[0] or any(len(row) != len(rows[0]) for row in rows):
+        raise ContextParallelError(
+            "work must be one number per block, for all batch rows or for each, as many in every "
+            f"row; got rows of {[len(row) for row in rows]}"
+        )
+    rows = tuple(tuple(_work_number(x, i) for i, x in enumerate(row)) for row in rows)
+    return rows[:1] if len(set(rows)) == 1 else rows
+
+
+def _work_number(value, block: int) -> int | float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ContextParallelError(f"the work of block {block} must be >= 0, got {value!r}")
+    return int(value) if number.is_integer() else number

@@ -1,0 +1,180 @@
+"""Packed documents: head-tail within each of them."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts.balancer import Balancer, causal_pairs, head_tail, positive_int
+from cp_dispatch.layouts.spans import Span
+
+DocLengths = Sequence[int] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class PerDocumentHeadTail(Balancer):
+    """Every rank owns the first and the last piece of its own in every document.
+
+    ::
+
+        documents of 8 and 4, W = 2      0 0 1 1 1 1 0 0 | 0 1 1 0
+
+    Under a mask that is causal within documents each rank has exactly the mean work when 2W
+    divides the length of every document. Other lengths are neither padded nor refused: of L rows
+    a rank takes floor(L / W), and the rows that are left go one by one to the ranks that are
+    furthest behind their ``torch.chunk`` share of all rows so far, on a tie to the one with the
+    least work. With the documents done, every rank has exactly its share. The rank with the most
+    work so far then picks first, because an odd number of rows costs less the closer to the start
+    they are. :meth:`explain` lists the documents this happened to, :attr:`document_rows` all
+    shares.
+
+    Args:
+        doc_lengths: lengths of the documents in order, for every row of the batch alike; or one
+            such sequence per row, all with the same total S.
+        world_size: number of ranks, W.
+    """
+
+    doc_lengths: tuple[tuple[int, ...], ...]
+    world_size: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "doc_lengths", document_rows(self.doc_lengths))
+        object.__setattr__(self, "world_size", positive_int(self.world_size, "world_size"))
+
+    @property
+    def rows(self) -> int:
+        return len(self.doc_lengths)
+
+    @functools.cached_property
+    def seq_len(self) -> int:
+        return sum(self.doc_lengths[0])
+
+    @functools.cached_property
+    def document_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """``[batch row][document][rank]``: how many rows of a document a rank owns."""
+        return tuple(
+            tuple(tuple(sum(s.length for s in spans) for spans in ranks) for ranks in documents)
+            for documents in self._documents
+        )
+
+    def _arguments(self) -> list:
+        return [self.doc_lengths, self.world_size]
+
+    @functools.cached_property
+    def _documents(self) -> list[list[list[list[Span]]]]:
+        """``[batch row][document][rank]`` -> spans."""
+        work = [0] * self.world_size
+        return [list(self._deal(lengths, work)) for lengths in self.doc_lengths]
+
+    def _deal(self, lengths: Sequence[int], work: list[int]):
+        """Spans of every rank, document by document; adds to the ranks' work."""
+        ranks = range(self.world_size)
+        given = [0] * self.world_size
+        start = 0
+        for length in lengths:
+            counts = self._shares(length, start, given, work)
+            order = sorted(ranks, key=lambda rank: (-work[rank], rank))
+            dealt = head_tail(Span(start, length), [counts[rank] for rank in order])
+            owned = dict(zip(order, dealt, strict=True))
+            for rank in ranks:
+                given[rank] += counts[rank]
+                for position, size in owned[rank]:
+                    first = position - start
+                    work[rank] += causal_pairs(first + size) - causal_pairs(first)
+            start += length
+            yield [owned[rank] for rank in ranks]
+
+    def _shares(self, length: int, start: int, given: list[int], work: list[int]) -> list[int]:
+        """How many rows of a document each rank takes, never more than it has room for."""
+        shares, ranks = self.shard_lengths, range(self.world_size)
+        rows = [
+            min(length * shares[rank] // self.seq_len, shares[rank] - given[rank]) for rank in ranks
+        ]
+
+        def need(rank: int) -> tuple:
+            # How far ahead of its share of all rows so far, in units of 1 / S.
+            ahead = (given[rank] + rows[rank]) * self.seq_len - (start + length) * shares[rank]
+            return ahead, work[rank], rank
+
+        def has_room(rank: int) -> bool:
+            return given[rank] + rows[rank] < shares[rank]
+
+        waiting = [need(rank) for rank in ranks if has_room(rank)]
+        heapq.heapify(waiting)
+        for _ in range(length - sum(rows)):
+            rank = heapq.heappop(waiting)[-1]
+            rows[rank] += 1
+            if has_room(rank):
+                heapq.heappush(waiting, need(rank))
+        return rows
+
+    def _assign(self):
+        return [
+            [[span for ranks in documents for span in ranks[rank]]
+             for rank in range(self.world_size)]
+            for documents in self._documents
+        ]  # fmt: skip
+
+    def _work_before(self, row: int, position: int) -> int:
+        return self._pairs[row].before(position)
+
+    @functools.cached_property
+    def _pairs(self) -> list[DocumentPairs]:
+        return [DocumentPairs(lengths) for lengths in self.doc_lengths]
+
+    def _notes(self) -> list[str]:
+        pieces, shown = 2 * self.world_size, 5
+        notes = [
+            f"row {row}, document {i}: {length} positions are not a multiple of 2 x "
+            f"{self.world_size} ranks, which own {', '.join(map(str, counts))}"
+            for row, lengths in enumerate(self.doc_lengths)
+            for i, (length, counts) in enumerate(zip(lengths, self.document_rows[row], strict=True))
+            if length % pieces
+        ]
+        more = [f"... and {len(notes) - shown} more"] if len(notes) > shown else []
+        return notes[:shown] + more
+
+
+class DocumentPairs:
+    """(query, key) pairs of the rows of one sequence, causal within documents."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self._starts = list(itertools.accumulate(lengths, initial=0))
+        self._before = list(itertools.accumulate(map(causal_pairs, lengths), initial=0))
+
+    def before(self, position: int) -> int:
+        """Pairs of all rows before ``position``."""
+        document = bisect.bisect_right(self._starts, position) - 1
+        return self._before[document] + causal_pairs(position - self._starts[document])
+
+
+def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
+    """Document lengths per batch row; one row where all are alike.
+
+    Raises:
+        ContextParallelError: for lengths that are no positive ints, or rows whose totals differ.
+    """
+    given = doc_lengths.tolist() if hasattr(doc_lengths, "tolist") else list(doc_lengths)
+    if not given or any(isinstance(x, (list, tuple)) and not x for x in given):
+        raise ContextParallelError(f"doc_lengths must hold at least one document, got {given!r}")
+    nested = [isinstance(x, Sequence) or getattr(x, "ndim", 0) > 0 for x in given]
+    if any(nested) and not all(nested):
+        raise ContextParallelError(
+            f"doc_lengths must be ints, or one sequence of ints per batch row, got {given!r}"
+        )
+    rows = tuple(
+        tuple(positive_int(length, f"doc_lengths[{i}][{j}]" if all(nested) else f"doc_lengths[{j}]")
+              for j, length in enumerate(row))
+        for i, row in enumerate(given if all(nested) else [given])
+    )  # fmt: skip
+    totals = [sum(row) for row in rows]
+    if len(set(totals)) > 1:
+        raise ContextParallelError(
+            f"the documents of every batch row must add up to one length, got totals {totals}"
+        )
+    return rows[:1] if len(set(rows)) == 1 else rows
