@@ -82,15 +82,16 @@ def attend(
         note_group(group_name, options)
     output, _ = forward_op(plan.backend)(
         call.query, call.key, call.value, mask, seed, dropout_p,
-        [] if seed is None else _dropout_origin(call.query), is_causal, scale,
+        _origin(call.query), is_causal, scale,
         call.query.shape[2], call.key.shape[2], plan.op_schedule,
         [mesh.size(dim) for dim in plan.mesh_dims], group_name,
+        "" if plan.layout is None else plan.layout.text, plan.mask_order,
     )  # fmt: skip
     output = output if output.dtype is query.dtype else output.to(query.dtype)
     return like_query(output, query)
 
 
-def _dropout_origin(query: DTensor) -> list[int]:
+def _origin(query: DTensor) -> list[int]:
     """First batch row and head of this rank's shard, and the number of heads, all global."""
     mesh = query.device_mesh
     coordinate = mesh.get_coordinate() or (0,) * mesh.ndim

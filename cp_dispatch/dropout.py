@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_dispatch.layouts import Tile
+from cp_dispatch.layouts import Tile, positions
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Dropout:
         def indices(start: int, count: int) -> Tensor:
             return torch.arange(start, start + count, device=device)
 
-        row = indices(self.batch_start, batch)[:, None] * self.heads
+        row = indices(self.batch_start + (tile.row or 0), batch)[:, None] * self.heads
         row = (row + indices(self.head_start, heads))[:, :, None] * self.query_length
-        row = row + indices(tile.query_position, tile.query_length)
+        row = row + positions(tile.query_spans, device)
         # Hashed twice: the counter of a long sequence's pairs would leave 64 bits otherwise.
         stream = _mix(row + self.seed * _GOLDEN_GAMMA)
-        pair = _mix(stream[..., None] + indices(tile.key_position, tile.key_length) * _GOLDEN_GAMMA)
+        pair = _mix(stream[..., None] + positions(tile.key_spans, device) * _GOLDEN_GAMMA)
         uniform = (pair >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53
         kept = uniform >= self.probability
         scale = 0.0 if self.probability >= 1.0 else 1.0 / (1.0 - self.probability)

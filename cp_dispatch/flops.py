@@ -20,7 +20,7 @@ def _forward_flops(
     attn_mask,
     dropout_seed,
     dropout_p,
-    dropout_origin,
+    origin,
     is_causal,
     scale,
     query_length,
@@ -34,7 +34,7 @@ def _forward_flops(
 
 def _backward_flops(
     grad_output, query, key, value, output, logsumexp,
-    attn_mask, dropout_seed, dropout_p, dropout_origin,
+    attn_mask, dropout_seed, dropout_p, origin,
     is_causal, scale, query_length, key_length, *_, **__,
 ):  # fmt: skip
     batch, heads, rows, dim = query

@@ -95,11 +95,11 @@ class OutputAccumulator:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, out: Tensor, lse: Tensor, start: int) -> None:
-        """Merge the partial ``out``, ``lse`` of the rows from ``start`` on."""
+    def add(self, out: Tensor, lse: Tensor, start: int, row: int | None = None) -> None:
+        """Merge the partial ``out``, ``lse`` of the rows from ``start`` on, of one batch row or,
+        with ``row`` None, of all."""
         self._left -= 1
-        rows = self._shape[2]
-        whole = out.size(2) == rows
+        whole = out.size(2) == self._shape[2] and out.size(0) == self._shape[0]
         if self._out is None and whole:
             self._out, self._lse = out, lse
             return
@@ -113,8 +113,12 @@ class OutputAccumulator:
             self._out, self._lse = target, target_lse
             return
         self._make_wide()
-        window = slice(start, start + out.size(2))
-        part, part_lse = self._out[:, :, window], self._lse[:, :, window]
+        window = (
+            slice(None) if row is None else slice(row, row + 1),
+            slice(None),
+            slice(start, start + out.size(2)),
+        )
+        part, part_lse = self._out[window], self._lse[window]
         merge_partials(part, part_lse, out, lse, part, part_lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import from_text
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
@@ -34,16 +35,19 @@ NAMESPACE = "cp_dispatch"
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
 #   attn_mask                  (B or 1, H or 1, Sq or 1, key_length or 1), bool or a bias
 #   logsumexp                  (B, H, Sq), natural log, float32; float64 for float64 and math
+# layout "" is natural order, else the text of a balancer (see layouts/balancer.py), in whose order
+# the shards lie. Then a mask's rows and keys are those of the whole sequence by position, but for
+# mask_order: "rows", "keys" or "rows,keys" lie as the shards do, and of rows there are Sq.
 # All in one dtype, but that output and grad_output of ring_math_attention are float64, and the
 # gradient of a bias is float32 for 16-bit inputs, because ranks have yet to sum it.
 # scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
 # whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
-# int64; dropout_origin is [first batch row, first head, number of heads] in global terms.
+# int64; origin is [first batch row, first head, number of heads] in global terms.
 # key_grad False: grad_key and grad_value are placeholders without meaning; mask_grad likewise.
 _OPTIONS = (
-    "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] dropout_origin, "
+    "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] origin, "
     "bool is_causal, float? scale, SymInt query_length, SymInt key_length, "
-    "str schedule, int[] ring_shape, str group_name"
+    "str schedule, int[] ring_shape, str group_name, str layout, str mask_order"
 )
 FORWARD_SCHEMA = (
     f"ring_{{}}_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS})"
@@ -72,22 +76,28 @@ def backward_op(backend: str) -> torch._ops.OpOverload:
 
 
 def _job(
-    backend, query, attn_mask, dropout_seed, dropout_p, dropout_origin,
+    backend, query, attn_mask, dropout_seed, dropout_p, origin,
     is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
+    layout, mask_order,
 ) -> Job:  # fmt: skip
     ring = Ring(resolve_group(group_name), query.device) if group_name else None
     if ring is not None and ring.world_size == 1:
         ring = None
     dropout = None
     if dropout_seed is not None:
-        dropout = Dropout(dropout_p, dropout_seed, *dropout_origin, query_length)
+        dropout = Dropout(dropout_p, dropout_seed, *origin, query_length)
     return Job(
         backend,
-        SCHEDULES[schedule].geometry(query_length, key_length, ring_shape, is_causal),
+        SCHEDULES[schedule].geometry(
+            query_length, key_length, ring_shape, is_causal, from_text(layout) if layout else None
+        ),
         1 / math.sqrt(query.size(-1)) if scale is None else scale,
         ring,
-        attn_mask,
-        dropout,
+        mask=attn_mask,
+        own_rows=not layout or "rows" in mask_order,
+        keys_in_place="keys" in mask_order,
+        batch_start=origin[0] if origin else 0,
+        dropout=dropout,
     )
 
 

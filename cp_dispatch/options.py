@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Balancer
 from cp_dispatch.schedules import CHOICES
 
 
@@ -15,11 +16,11 @@ class Options:
 
     Attributes:
         schedule: ``"auto"`` or one of ``CHOICES``.
-        layout: None, the sequence is in natural order.
+        layout: a balancer, in whose order every sharded sequence lies; None for natural order.
     """
 
     schedule: str = "auto"
-    layout: None = None
+    layout: Balancer | None = None
 
     def __post_init__(self):
         choices = ("auto", *CHOICES)
@@ -27,10 +28,10 @@ class Options:
             raise ContextParallelError(
                 f"schedule must be one of {', '.join(map(repr, choices))}, got {self.schedule!r}"
             )
-        if self.layout is not None:
+        if self.layout is not None and not isinstance(self.layout, Balancer):
             raise ContextParallelError(
-                "layout must be None (the sequence in natural order), the only layout that this "
-                f"version of cp_dispatch has; got {self.layout!r}"
+                "layout must be None (the sequence in natural order) or a balancer such as "
+                f"cp_dispatch.HeadTail(seq_len, world_size), got {self.layout!r}"
             )
 
 

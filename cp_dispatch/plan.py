@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.backends import BACKENDS, wide_dtype
+from cp_dispatch.balance import balanced
 from cp_dispatch.call import Call
 from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Geometry
+from cp_dispatch.layout_rules import layout_refusals, mask_order
+from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
 from cp_dispatch.normalize import (
     autocast,
     four_dims,
@@ -48,8 +50,11 @@ class Plan:
         handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
         backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
-        schedule: ``"ring"``; ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs
-            to move; ``"local"`` if the sequence is not sharded.
+        schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
+            order by exchanging half-shards; ``"replicated_keys"`` or ``"replicated_queries"`` where
+            no key needs to move; ``"local"`` if the sequence is not sharded.
+        layout: in which order the shards lie, None for natural order.
+        mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
         mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
         ring_shape: their sizes.
         query_length, key_length: global lengths in positions.
@@ -64,6 +69,8 @@ class Plan:
     handler: str
     backend: str | None = None
     schedule: str | None = None
+    layout: Balancer | None = None
+    mask_order: str = ""
     is_causal: bool = False
     mesh_dims: tuple[int, ...] = ()
     ring_shape: tuple[int, ...] = ()
@@ -86,9 +93,9 @@ class Plan:
         return "ring" if self.schedule == "local" else self.schedule
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> Geometry | RowGeometry:
         return SCHEDULES[self.op_schedule].geometry(
-            self.query_length, self.key_length, self.ring_shape, self.is_causal
+            self.query_length, self.key_length, self.ring_shape, self.is_causal, self.layout
         )
 
     @property
@@ -101,6 +108,11 @@ class Plan:
     def output_itemsize(self) -> int:
         """Bytes of an element of an output while partial ones are merged."""
         return wide_dtype(BACKENDS[self.backend].output_dtype(self.dtype)).itemsize
+
+    @property
+    def kernel_itemsize(self) -> int:
+        """Bytes of an element of an output as the op gives it."""
+        return BACKENDS[self.backend].output_dtype(self.dtype).itemsize
 
     @property
     def lse_itemsize(self) -> int:
@@ -190,28 +202,28 @@ def _decide(options: Options | None, call: Call) -> Plan:
         return Plan("refused", reasons=tuple(refusals))
     mesh = call.query.device_mesh
     if not any(context_dims(x) for x in call.tensors.values()):
+        if options.layout is not None and call.query.ndim == 4:
+            refusals = layout_refusals(options.layout, call, "local", ())
+            if refusals:
+                return Plan("refused", reasons=tuple(refusals))
         if mesh.device_type != "cpu":
             return Plan("stock", reasons=("the sequence is not sharded",))
         refusals = unsharded_refusals(call)
         if refusals:
             return Plan("refused", reasons=tuple(refusals))
-        return _with_backend(call, "local", ())
+        return _with_backend(call, options, "local", ())
     refusals = ring_refusals(call)
+    if not refusals:
+        kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
+        name, mesh_dims = next(iter(kinds.values())), tuple(kinds)
+        if options.layout is not None:
+            refusals = layout_refusals(options.layout, call, name, tuple(map(mesh.size, mesh_dims)))
     if refusals:
         return Plan("refused", reasons=tuple(refusals))
-    return _with_backend(call, *_schedule(options, call))
+    return _with_backend(call, options, name, mesh_dims)
 
 
-def _schedule(options: Options, call: Call) -> tuple[str, tuple[int, ...]]:
-    """The schedule's name and the mesh dims whose ranks share the sequence."""
-    kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
-    name = next(iter(kinds.values()))
-    if name == "ring" and options.schedule != "auto":
-        name = options.schedule
-    return name, tuple(kinds)
-
-
-def _with_backend(call: Call, schedule: str, mesh_dims: tuple[int, ...]) -> Plan:
+def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[int, ...]) -> Plan:
     query, key, _ = call.tensors.values()
     local = _local_call(call)
     backend, reasons = choose_backend(local)
@@ -222,10 +234,13 @@ def _with_backend(call: Call, schedule: str, mesh_dims: tuple[int, ...]) -> Plan
             "torch.backends.cuda flags"
         )
         return Plan("refused", reasons=(refusal, *reasons), shards=local.shapes)
-    return Plan(
+    layout = options.layout if schedule != "local" else None
+    plan = Plan(
         "cp_dispatch",
         backend=backend,
         schedule=schedule,
+        layout=layout,
+        mask_order=mask_order(call) if layout is not None else "",
         is_causal=call.is_causal,
         mesh_dims=mesh_dims,
         ring_shape=tuple(map(query.device_mesh.size, mesh_dims)),
@@ -235,6 +250,7 @@ def _with_backend(call: Call, schedule: str, mesh_dims: tuple[int, ...]) -> Plan
         shards=local.shapes,
         dtype=query.dtype,
     )
+    return balanced(plan, options.schedule, local.device_type) if schedule == "ring" else plan
 
 
 def _local_call(call: Call) -> LocalCall:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
 
+RINGS = ("ring", "mirrored_ring")
+
+
 class Transfer(NamedTuple):
     """One collective of a rank: its name, what it carries, and the bytes that the rank sends
     (all_to_all) or contributes (all_gather, all_reduce)."""
@@ -31,9 +34,16 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
             Transfer("all_gather", "output", rows * value[3] * plan.output_itemsize),
             Transfer("all_gather", "logsumexp", rows * plan.lse_itemsize),
         ]
-    return [
+    moves = [
         Transfer("all_to_all", "key, value", plan.key_row_bytes * length)
         for length in _rows_sent(plan, rank)
+    ]
+    if plan.schedule != "mirrored_ring":
+        return moves
+    return [
+        _exchange(plan, rank, "halves of query, key, value", *_inputs(plan)),
+        *moves,
+        _exchange(plan, rank, "halves of output, logsumexp", *_outputs(plan)),
     ]
 
 
@@ -52,12 +62,38 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
         return [Transfer("all_reduce", "dQ", math.prod(query) * wide)]
     row = plan.key_row_bytes // plan.dtype.itemsize
     transfers = forward_transfers(plan, rank)
+    back = []
+    if plan.schedule == "mirrored_ring":
+        transfers = transfers[1:-1]
+        what = "halves of query, key, value, output, its gradient, logsumexp"
+        grad_output = _outputs(plan)[:1]
+        parts = (*_inputs(plan), *_outputs(plan), *grad_output)
+        transfers.insert(0, _exchange(plan, rank, what, *parts))
+        back = [_exchange(plan, rank, "halves of dQ, dK, dV", *_inputs(plan))]
     for hop in range(plan.world_size):
         # Sums travel wide; the last move, home, in the inputs' dtype.
         size = wide if hop < plan.world_size - 1 else plan.dtype.itemsize
         length = plan.geometry.key_length((rank - hop) % plan.world_size)
         transfers.append(Transfer("all_to_all", "dK, dV", row * length * size))
-    return transfers
+    return transfers + back
+
+
+def _inputs(plan: Plan) -> tuple[int, ...]:
+    """Bytes of a rank's query, key and value."""
+    return tuple(math.prod(shape) * plan.dtype.itemsize for shape in plan.shards)
+
+
+def _outputs(plan: Plan) -> tuple[int, int]:
+    """Bytes of a rank's output, in the kernel's dtype, and logsumexp."""
+    query, _, value = plan.shards
+    rows = math.prod(query[:3])
+    return rows * value[3] * plan.kernel_itemsize, rows * plan.lse_itemsize
+
+
+def _exchange(plan: Plan, rank: int, what: str, *parts: int) -> Transfer:
+    """Half of each part goes to the mirror rank; each starts at a multiple of 16 bytes."""
+    size = 0 if 2 * rank == plan.world_size - 1 else sum(-(-part // 32) * 16 for part in parts)
+    return Transfer("all_to_all", what, size)
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
@@ -71,11 +107,15 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     kernel += rows * plan.lse_itemsize
     if plan.world_size == 1:
         return kernel, (math.prod(query) + 2 * dkv) * narrow + dkv * wide
-    if plan.schedule == "ring":
+    if plan.schedule in RINGS:
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
         merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
         forward = in_flight + max(merging, kernel)
         backward = in_flight + 2 * dkv * wide + math.prod(query) * (narrow + wide) + dkv * narrow
+        if plan.schedule == "mirrored_ring":
+            # Copies of the inputs in the order that is computed, and a message of half as much.
+            forward += (math.prod(query) + dkv) * narrow * 2
+            backward += (math.prod(query) + dkv + 2 * output) * narrow * 2
         return forward, backward
     if plan.schedule == "replicated_keys":
         return kernel, math.prod(query) * narrow + dkv * (2 * narrow + wide)
@@ -100,6 +140,9 @@ def describe(plan: Plan) -> str:
         f"handled by cp_dispatch: {plan.schedule} over {plan.world_size} ranks, "
         f"{plan.backend} kernel"
     )
+    if plan.layout is not None:
+        layout = [f"  in the layout of {line}" for line in plan.layout.explain().splitlines()[:1]]
+        head = "\n".join([head, *layout])
     return "\n".join([head, given, *_costs(plan), *why, *against])
 
 
@@ -112,7 +155,7 @@ def _costs(plan: Plan) -> list[str]:
             if rank is None:
                 lines.append("   ...")
                 continue
-            owners = range(plan.world_size) if plan.schedule == "ring" else (rank,)
+            owners = range(plan.world_size) if plan.schedule in RINGS else (rank,)
             computed = sum(bool(plan.geometry.tiles(rank, owner)) for owner in owners)
             line = f"  {rank:4d}  {computed:15d}/{len(owners) - computed:<7d}"
             for transfers in (forward_transfers(plan, rank), backward_transfers(plan, rank)):

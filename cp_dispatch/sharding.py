@@ -12,7 +12,8 @@ One rule serves all ops and any mesh. Per mesh dim::
 
 Output, logsumexp and their gradients are placed as the query, dK and dV as the key.
 attn_mask follows the query on its dims that are not broadcast, and has all its columns on every
-rank. Its gradient is a sum over the ranks of a mesh dim that shards what the mask broadcasts.
+rank; in a layout it may have all its rows too. Its gradient is a sum over the ranks of a mesh dim
+that shards what the mask broadcasts or has whole.
 
 Inputs that do not fit are redistributed by DTensor before the op runs (a replicated key beside
 a sharded query is cut locally). What calls may reach the ops is decided in
@@ -71,25 +72,33 @@ def sequence_kinds(query, key, value) -> dict[int, str]:
     return {dim: kind for dim, kind in kinds.items() if kind is not None}
 
 
-def mask_placements(query_target, mask_shape) -> tuple:
-    """The placement, per mesh dim, of a mask ``(B or 1, H or 1, Sq or 1, Sk or 1)``."""
+def mask_placements(query_target, mask_shape, whole_rows: bool = False) -> tuple:
+    """The placement, per mesh dim, of a mask ``(B or 1, H or 1, Sq or 1, Sk or 1)``.
+
+    With ``whole_rows`` every rank has all rows also where it owns only some of the query's.
+    """
     return tuple(
-        p if isinstance(p, Shard) and mask_shape[p.dim] != 1 else Replicate() for p in query_target
+        p if isinstance(p, Shard) and not _is_whole(p, mask_shape, whole_rows) else Replicate()
+        for p in query_target
     )
 
 
-def mask_grad_placements(query_target, key_target, mask_shape) -> tuple:
+def mask_grad_placements(query_target, key_target, mask_shape, whole_rows: bool = False) -> tuple:
     """The placement, per mesh dim, of the gradient of such a mask: a sum over ranks that share
-    what it broadcasts, or, when they have all rows, its columns."""
+    what it broadcasts or has whole, or, when they have all rows, its columns."""
     return tuple(
-        Partial() if (q != k if q == Replicate() else mask_shape[q.dim] == 1) else q
+        Partial() if (q != k if q == Replicate() else _is_whole(q, mask_shape, whole_rows)) else q
         for q, k in zip(query_target, key_target, strict=True)
     )
 
 
-def _strategy(query_index: int, mask_index: int, backward: bool):
-    """The rule of an op whose query and mask are its arguments of these indices; the seed of
-    dropout, on every rank, follows the mask."""
+def _is_whole(placement: Shard, mask_shape, whole_rows: bool) -> bool:
+    return mask_shape[placement.dim] == 1 or (whole_rows and placement.dim == SEQUENCE_DIM)
+
+
+def _strategy(query_index: int, mask_index: int, layout_index: int, backward: bool):
+    """The rule of an op whose query, mask and layout are its arguments of these indices; the seed
+    of dropout, on every rank, follows the mask, and the mask's order the layout."""
 
     def strategy(op_schema: OpSchema) -> OpStrategy:
         args = [
@@ -104,13 +113,15 @@ def _strategy(query_index: int, mask_index: int, backward: bool):
         wanted[query_index + 1] = wanted[query_index + 2] = key_target
         results = [target, target]
         wanted[mask_index + 1] = (Replicate(),) * mesh.ndim
+        layout, order = op_schema.args_schema[layout_index : layout_index + 2]
+        whole_rows = bool(layout) and "rows" not in order
         if mask is not None:
-            wanted[mask_index] = mask_placements(target, mask.shape)
+            wanted[mask_index] = mask_placements(target, mask.shape, whole_rows)
         if backward:
             mask_grad = (
                 (Replicate(),) * mesh.ndim
                 if mask is None
-                else mask_grad_placements(target, key_target, mask.shape)
+                else mask_grad_placements(target, key_target, mask.shape, whole_rows)
             )
             results = [target, key_target, key_target, mask_grad]
         inputs = [
@@ -131,6 +142,11 @@ def _strategy(query_index: int, mask_index: int, backward: bool):
 
 
 for _name in BACKENDS:
-    # No argument but the tensors changes placements or shapes.
-    register_op_strategy(forward_op(_name), schema_info=RuntimeSchemaInfo())(_strategy(0, 3, False))
-    register_op_strategy(backward_op(_name), schema_info=RuntimeSchemaInfo())(_strategy(1, 6, True))
+    for _op, *_indices in (
+        (forward_op(_name), 0, 3, 14, False),
+        (backward_op(_name), 1, 6, 17, True),
+    ):
+        # Of the arguments that are no tensors, the layout and what comes after it decide.
+        register_op_strategy(_op, schema_info=RuntimeSchemaInfo(static_argnum=_indices[2]))(
+            _strategy(*_indices)
+        )

@@ -40,8 +40,12 @@ def enable(schedule: str = "auto", layout=None) -> None:
     of that block.
 
     Args:
-        schedule: ``"auto"`` or ``"ring"``.
-        layout: None, the sequence is in natural order.
+        schedule: ``"auto"`` or ``"ring"``: a ring; causal work in natural order is balanced by
+            exchanging half-shards with the mirror rank where that pays. ``"natural_ring"``: never
+            that. ``"mirrored_ring"``: always, where the lengths allow it.
+        layout: None, sequences are in natural order; or a balancer, in whose order every sharded
+            sequence lies (see :func:`cp_dispatch.shard`). Causal masks, ``attn_mask`` and dropout
+            then go by true positions.
 
     Raises:
         ContextParallelError: an unknown option, or torch's own context-parallel dispatcher is on.

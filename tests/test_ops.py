@@ -30,7 +30,7 @@ VALUE_DIM = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 20))
 
 def options(query, key, causal=False, scale=None):
     """What follows the tensors: one rank holds the whole sequence."""
-    return None, None, 0.0, [], causal, scale, query.size(2), key.size(2), "ring", [], ""
+    return None, None, 0.0, [], causal, scale, query.size(2), key.size(2), "ring", [], "", "", ""
 
 
 def inputs(shapes, transposed=False, requires_grad=False, dtype=torch.float32, device="cpu"):
@@ -283,9 +283,9 @@ def test_local_tensor_mode_is_refused(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_schemas_are_those_that_saved_programs_rely_on(backend):
     arguments = (
-        "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] dropout_origin, "
+        "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] origin, "
         "bool is_causal, float? scale, SymInt query_length, SymInt key_length, str schedule, "
-        "int[] ring_shape, str group_name"
+        "int[] ring_shape, str group_name, str layout, str mask_order"
     )
     assert str(ops.forward_op(backend)._schema) == (
         f"cp_dispatch::ring_{backend}_attention(Tensor query, Tensor key, Tensor value, "

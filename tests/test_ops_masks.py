@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cp_dispatch.ops as ops
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.dropout import Dropout
-from cp_dispatch.layouts import Tile
+from cp_dispatch.layouts import Span, Tile
 from tests.backends.formula import BROADCASTS, Case, attention, with_gradients
 from tests.test_ops import CPU, OPCHECKS, inputs
 
@@ -19,11 +19,13 @@ ORIGIN = [3, 2, 8]  # as of the middle of a larger batch and of more heads
 def options(mask=None, seed=None, p=0.0, causal=False, scale=CASE.scale):
     """What follows query, key and value: one rank holds 6 rows and 9 keys."""
     origin = [] if seed is None else ORIGIN
-    return mask, seed, p, origin, causal, scale, 6, 9, "ring", [], ""
+    return mask, seed, p, origin, causal, scale, 6, 9, "ring", [], "", "", ""
 
 
 def factors(seed: torch.Tensor, p: float) -> torch.Tensor:
-    return Dropout(p, seed, *ORIGIN, 6).factors(Tile(0, 6, 0, 9, False, 0, 0), 2, 4)
+    return Dropout(p, seed, *ORIGIN, 6).factors(
+        Tile(0, 6, 0, 9, False, (Span(0, 6),), (Span(0, 9),)), 2, 4
+    )
 
 
 def masks(kind: str, requires_grad=False, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -90,7 +92,7 @@ def test_gradcheck_with_a_bias(broadcast, p):
     def call(query, key, value, bias):
         return ops.forward_op("math")(
             query, key, value, bias, seed, p, [0, 0, 2] if p else [],
-            False, None, 3, 4, "ring", [], "",
+            False, None, 3, 4, "ring", [], "", "", "",
         )[0]  # fmt: skip
 
     assert torch.autograd.gradcheck(call, (*tensors, bias))

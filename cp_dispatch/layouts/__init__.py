@@ -3,8 +3,11 @@
 from cp_dispatch.layouts.balancer import Balancer, from_text
 from cp_dispatch.layouts.block_balanced import BlockBalanced
 from cp_dispatch.layouts.documents import PerDocumentHeadTail
+from cp_dispatch.layouts.geometry import Geometry, RowGeometry, laid_out, natural, of_spans
 from cp_dispatch.layouts.head_tail import HeadTail
-from cp_dispatch.layouts.spans import Geometry, Span, Tile, chunk_spans, natural
+from cp_dispatch.layouts.select import positions, selector
+from cp_dispatch.layouts.spans import Span, chunk_spans
+from cp_dispatch.layouts.tiles import Tile
 
 __all__ = [
     "Balancer",
@@ -12,9 +15,14 @@ __all__ = [
     "Geometry",
     "HeadTail",
     "PerDocumentHeadTail",
+    "RowGeometry",
     "Span",
     "Tile",
     "chunk_spans",
     "from_text",
+    "laid_out",
     "natural",
+    "of_spans",
+    "positions",
+    "selector",
 ]

@@ -5,14 +5,16 @@ To add one, name it in ``SCHEDULES``; unless it is for particular placements, na
 ``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
 """
 
-from cp_dispatch.schedules import ring
+from cp_dispatch.schedules import mirrored_ring, ring
 from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
 
 SCHEDULES = {
     "ring": ring,
+    "mirrored_ring": mirrored_ring,
     "replicated_keys": ReplicatedKeys,
     "replicated_queries": ReplicatedQueries,
 }
-CHOICES = ("ring",)
+# "natural_ring" is "ring" that is never mirrored.
+CHOICES = ("ring", "natural_ring", "mirrored_ring")
 
 __all__ = ["CHOICES", "SCHEDULES"]

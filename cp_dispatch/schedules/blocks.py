@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cp_dispatch.layouts import Tile
+from cp_dispatch.layouts import Tile, selector
 from cp_dispatch.merge import OutputAccumulator
-from cp_dispatch.schedules.gradients import QueryGradient
+from cp_dispatch.schedules.gradients import KeyShare, QueryGradient
 from cp_dispatch.schedules.job import Job
 
 
@@ -20,17 +20,17 @@ def forward_block(
 ) -> None:
     """Merge into ``result`` what the rows see of one shard of keys."""
     for tile in tiles:
-        rows, columns = _slices(tile)
+        tile_query = _rows(query, tile)
         out, lse = job.backend.forward(
-            query[:, :, rows],
-            key[:, :, columns],
-            value[:, :, columns],
-            _mask_tile(job.mask, tile),
+            tile_query,
+            _keys(key, tile),
+            _keys(value, tile),
+            _mask_tile(job, job.mask, tile),
             tile.causal,
             job.scale,
-            _dropout_factors(job, query, tile),
+            _dropout_factors(job, tile_query, tile),
         )
-        result.add(out, lse, tile.query_start)
+        result.add(out, lse, tile.query_start, tile.row)
 
 
 def backward_block(
@@ -44,46 +44,89 @@ def backward_block(
     tiles: tuple[Tile, ...],
     query_grad: QueryGradient,
     mask_grad: Tensor | None,
-) -> list[tuple[Tensor, Tensor, int]]:
-    """Add to dQ and the bias's gradient; return ``(dk, dv, first key row)`` for each tile."""
+) -> list[KeyShare]:
+    """Add to dQ and the bias's gradient; return the shares of dK and dV."""
     shares = []
     for tile in tiles:
-        rows, columns = _slices(tile)
+        tile_query = _rows(query, tile)
         dq, dk, dv, dbias = job.backend.backward(
-            grad_output[:, :, rows],
-            query[:, :, rows],
-            key[:, :, columns],
-            value[:, :, columns],
-            output[:, :, rows],
-            logsumexp[:, :, rows],
-            _mask_tile(job.mask, tile),
+            _rows(grad_output, tile),
+            tile_query,
+            _keys(key, tile),
+            _keys(value, tile),
+            _rows(output, tile),
+            _rows(logsumexp, tile),
+            _mask_tile(job, job.mask, tile),
             tile.causal,
             job.scale,
-            _dropout_factors(job, query, tile),
+            _dropout_factors(job, tile_query, tile),
             mask_grad is not None,
         )
-        query_grad.add(dq, tile.query_start)
-        shares.append((dk, dv, tile.key_start))
+        query_grad.add(dq, tile.query_start, tile.row)
+        shares.append(KeyShare(dk, dv, tile.key_start, tile.row))
         if mask_grad is not None:
-            part = _mask_tile(mask_grad, tile)
-            part.add_(dbias.sum_to_size(part.shape))
+            _add_mask_tile(job, mask_grad, tile, dbias)
     return shares
 
 
-def _slices(tile: Tile) -> tuple[slice, slice]:
+def batch(row: int | None) -> slice:
+    """The batch rows of a tile."""
+    return slice(None) if row is None else slice(row, row + 1)
+
+
+def _rows(tensor: Tensor, tile: Tile) -> Tensor:
     rows = slice(tile.query_start, tile.query_start + tile.query_length)
-    return rows, slice(tile.key_start, tile.key_start + tile.key_length)
+    return tensor[batch(tile.row), :, rows]
 
 
-def _mask_tile(mask: Tensor | None, tile: Tile) -> Tensor | None:
-    """The tile's part of a mask that has this rank's rows and all columns; dims of 1 stay."""
+def _keys(tensor: Tensor, tile: Tile) -> Tensor:
+    return tensor[batch(tile.row), :, tile.key_start : tile.key_start + tile.key_length]
+
+
+def _mask_index(job: Job, mask: Tensor, tile: Tile) -> tuple[slice | Tensor, ...]:
+    """Where the tile's part is in each dim of the mask; dims of 1 stay whole."""
+    everything = slice(None)
+    rows = columns = everything
+    if mask.size(2) > 1 and job.own_rows:
+        rows = slice(tile.query_start, tile.query_start + tile.query_length)
+    elif mask.size(2) > 1:
+        rows = selector(tile.query_spans, mask.device)
+    if mask.size(3) > 1 and job.keys_in_place:
+        columns = slice(tile.key_place, tile.key_place + tile.key_length)
+    elif mask.size(3) > 1:
+        columns = selector(tile.key_spans, mask.device)
+    return batch(tile.row) if mask.size(0) > 1 else everything, everything, rows, columns
+
+
+def _mask_tile(job: Job, mask: Tensor | None, tile: Tile) -> Tensor | None:
     if mask is None:
         return None
-    if mask.size(2) > 1:
-        mask = mask[:, :, tile.query_start : tile.query_start + tile.query_length]
-    if mask.size(3) > 1:
-        mask = mask[..., tile.key_position : tile.key_position + tile.key_length]
-    return mask
+    *outer, rows, columns = _mask_index(job, mask, tile)
+    part = mask[tuple(outer)]
+    part = part[:, :, rows] if isinstance(rows, slice) else part.index_select(2, rows)
+    return part[..., columns] if isinstance(columns, slice) else part.index_select(3, columns)
+
+
+def _add_mask_tile(job: Job, mask_grad: Tensor, tile: Tile, share: Tensor) -> None:
+    *outer, rows, columns = _mask_index(job, mask_grad, tile)
+    part = mask_grad[tuple(outer)]
+    if isinstance(rows, slice):
+        part, rows = part[:, :, rows], None
+    if isinstance(columns, slice):
+        part, columns = part[..., columns], None
+    shape = list(part.shape)
+    for dim, index in ((2, rows), (3, columns)):
+        if index is not None:
+            shape[dim] = index.numel()
+    share = share.sum_to_size(shape)
+    if rows is None and columns is None:
+        part.add_(share)
+    elif columns is None:
+        part.index_add_(2, rows, share.to(part.dtype))
+    elif rows is None:
+        part.index_add_(3, columns, share.to(part.dtype))
+    else:
+        part[:, :, rows[:, None], columns] += share
 
 
 def _dropout_factors(job: Job, query: Tensor, tile: Tile) -> Tensor | None:

@@ -55,10 +55,16 @@ class Ring:
         buffer may be touched until ``wait()`` of the returned work; on CUDA that makes the
         current stream wait and not the host.
         """
+        return self._move(send, (self.rank + 1) % self.world_size, receive, self.rank - 1)
+
+    def exchange(self, peer: int, send: Tensor, receive: Tensor) -> dist.Work:
+        """Start sending ``send`` to ``peer`` while ``receive`` comes from it. As :meth:`shift`."""
+        return self._move(send, peer, receive, peer)
+
+    def _move(self, send: Tensor, to: int, receive: Tensor, source: int) -> dist.Work:
         send, receive = send.view(torch.uint8), receive.view(torch.uint8)
         outgoing, incoming = [0] * self.world_size, [0] * self.world_size
-        outgoing[(self.rank + 1) % self.world_size] = send.numel()
-        incoming[(self.rank - 1) % self.world_size] = receive.numel()
+        outgoing[to], incoming[source] = send.numel(), receive.numel()
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,22 @@ def mask_gradient(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.new_zeros(mask.shape, dtype=wide_dtype(dtype))
 
 
+class KeyShare(NamedTuple):
+    """A tile's share of dK and dV, and where it belongs in the shard of keys."""
+
+    dk: Tensor
+    dv: Tensor
+    start: int
+    #: The batch row, None for all.
+    row: int | None
+
+
+def _window(total: Tensor, start: int, share: Tensor, row: int | None) -> Tensor:
+    """The part of ``total`` that a share of the rows from ``start`` on belongs to."""
+    rows = slice(start, start + share.size(2))
+    return total[:, :, rows] if row is None else total[row : row + 1, :, rows]
+
+
 class QueryGradient:
     """dQ of this rank's rows, from ``shares`` shares.
 
@@ -28,18 +46,18 @@ class QueryGradient:
         self._left = shares
         self._sum: Tensor | None = None
 
-    def add(self, share: Tensor, start: int) -> None:
+    def add(self, share: Tensor, start: int, row: int | None = None) -> None:
+        """Add the share of the rows from ``start`` on, of one batch row or, with None, of all."""
         self._left -= 1
-        whole = share.size(2) == self._query.size(2)
+        whole = share.shape[:3] == self._query.shape[:3]
         if self._sum is None and whole:
             self._sum = share
             return
         self._widen()
-        rows = slice(start, start + share.size(2))
         if whole and self._left == 0:
             self._sum = torch.add(self._sum, share, out=self._final())
         else:
-            self._sum[:, :, rows].add_(share)
+            _window(self._sum, start, share, row).add_(share)
 
     def finish(self, dtype: torch.dtype | None = None) -> Tensor:
         """The sum in query's dtype or another, token-major."""
@@ -83,25 +101,24 @@ class TravellingGradient:
         length = max(map(geometry.key_length, range(geometry.world_size)))
         self._buffers = [self._pair.buffer(length) for _ in range(2 if ring is not None else 1)]
 
-    def add(self, shares: list[tuple[Tensor, Tensor, int]]) -> None:
-        """Wait for the sum so far and add this rank's ``(dk, dv, first key row)`` shares."""
+    def add(self, shares: list[KeyShare]) -> None:
+        """Wait for the sum so far and add this rank's shares."""
         if self._work is not None:
             self._work.wait()
         length = self._length(self._rank)
         dk, dv = self._pair.views(self._buffer(), length)
         begins = self._hop == 0
-        if begins and not (shares and shares[0][0].size(2) == length):
+        if begins and not (shares and shares[0].dk.shape[:3] == dk.shape[:3]):
             self._buffer()[: self._pair.numel(length)].zero_()
             begins = False
-        for share_dk, share_dv, start in shares:
-            rows = slice(start, start + share_dk.size(2))
+        for share in shares:
             if begins:
-                dk.copy_(share_dk)
-                dv.copy_(share_dv)
+                dk.copy_(share.dk)
+                dv.copy_(share.dv)
                 begins = False
             else:
-                dk[:, :, rows].add_(share_dk)
-                dv[:, :, rows].add_(share_dv)
+                for total, part in ((dk, share.dk), (dv, share.dv)):
+                    _window(total, share.start, part, share.row).add_(part)
 
     def pass_on(self) -> None:
         """Start sending the sum to the next rank, while that of the next keys comes."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cp_dispatch.backends import Backend
 from cp_dispatch.dropout import Dropout
-from cp_dispatch.layouts import Geometry
+from cp_dispatch.layouts import Geometry, RowGeometry, Tile
 from cp_dispatch.schedules.comm import Ring
 
 
@@ -21,18 +21,31 @@ class Job:
         geometry: who owns which rows and keys, and the causal mask between them.
         scale: factor of the scores.
         ring: the ranks that share the sequence, None for one rank.
-        mask: None, boolean or a bias; broadcasts to ``(B, H, this rank's rows, all keys)``.
+        mask: None, boolean or a bias, ``(B or 1, H or 1, rows or 1, keys or 1)``. Its rows and its
+            keys are those of the whole sequence by position, unless the next two say otherwise.
+        own_rows: the mask has this rank's rows and no others.
+        keys_in_place: the mask's keys stand as the shards do, one after the other.
+        batch_start: this rank's first row of the batch.
         dropout: None, or whose coins fall how.
     """
 
     backend: Backend
-    geometry: Geometry
+    geometry: Geometry | RowGeometry
     scale: float
     ring: Ring | None = None
     mask: Tensor | None = None
+    own_rows: bool = True
+    keys_in_place: bool = False
+    batch_start: int = 0
     dropout: Dropout | None = None
 
     @property
     def rank(self) -> int:
         """This rank's place in the ring."""
         return self.ring.rank if self.ring is not None else 0
+
+    def tiles(self, owner: int, query: Tensor) -> tuple[Tile, ...]:
+        """What this rank computes with the keys of ``owner``; nothing if it has no rows."""
+        if query.numel() == 0:
+            return ()
+        return self.geometry.tiles_of(self.rank, owner, self.batch_start, query.size(0))

@@ -11,11 +11,13 @@ ranks.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.layouts import Geometry, Span, chunk_spans
+from cp_dispatch.layouts import Geometry, RowGeometry, Span, chunk_spans, of_spans
 from cp_dispatch.merge import OutputAccumulator, token_major
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.comm import Ring
@@ -30,14 +32,17 @@ class _OneBlock:
         self.queries_are_whole = queries_are_whole
 
     def geometry(
-        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
-    ) -> Geometry:
-        queries, keys = (chunk_spans(n, ring_shape) for n in (query_length, key_length))
+        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
+    ) -> Geometry | RowGeometry:
+        """What is whole is in natural order, what is sharded lies in the layout."""
+        ranks = math.prod(ring_shape)
+        whole = ((Span(0, query_length if self.queries_are_whole else key_length),),) * ranks
+        if layout is not None:
+            pair = (whole, None) if self.queries_are_whole else (None, whole)
+            return of_spans(layout, *pair, causal)
         if self.queries_are_whole:
-            queries = ((Span(0, query_length),),) * len(queries)
-        else:
-            keys = ((Span(0, key_length),),) * len(keys)
-        return Geometry(queries, keys, causal)
+            return Geometry(whole, chunk_spans(key_length, ring_shape), causal)
+        return Geometry(chunk_spans(query_length, ring_shape), whole, causal)
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
@@ -95,7 +100,7 @@ class _OneBlock:
         return dq, dk, dv, grad_mask
 
     def _tiles(self, job: Job, query: Tensor):
-        return job.geometry.tiles(job.rank, job.rank) if query.numel() else ()
+        return job.tiles(job.rank, query)
 
 
 def _summed(wide: Tensor, dtype: torch.dtype, ring: Ring) -> Tensor:

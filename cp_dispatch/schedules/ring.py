@@ -24,14 +24,14 @@ import contextlib
 
 from torch import Tensor
 
-from cp_dispatch.layouts import Tile, natural
+from cp_dispatch.layouts import Tile, laid_out
 from cp_dispatch.merge import OutputAccumulator
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
 
-geometry = natural
+geometry = laid_out
 
 
 def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,11 +92,9 @@ def backward(
 
 
 def _hops(job: Job, query: Tensor) -> list[tuple[Tile, ...]]:
-    """The tiles that this rank computes at each hop; none if there are no rows at all."""
+    """The tiles that this rank computes at each hop."""
     world_size = job.geometry.world_size
-    if query.numel() == 0:
-        return [()] * world_size
-    return [job.geometry.tiles(job.rank, (job.rank - h) % world_size) for h in range(world_size)]
+    return [job.tiles((job.rank - hop) % world_size, query) for hop in range(world_size)]
 
 
 class TravellingKeys:

@@ -6,6 +6,7 @@ Mostly in float64, where an error of logic cannot hide; how exact the kernels ar
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -100,18 +101,22 @@ def bounds(problem: Problem, tensors, kernel: str) -> list[float]:
     the scores, itself ``terms`` u |scores|, into a relative one. In other dtypes that bound says
     nothing, so it is one device's error, or one rounding of each factor where that is more.
     """
+    scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
     if problem.dtype is not torch.float64:
         floors, _ = rounding(problem, tensors)
+        # Kernels hold scores in float32, and a weight is off by as much relatively as its score.
+        norms = (x.double().norm(dim=-1).amax().item() for x in tensors[:2])
+        largest = scale * math.prod(norms)
+        wider = 1 + largest * torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         want = exact(problem, tensors)
         alone = one_device(problem, tensors, kernel)
         errors = [(x.double() - y).norm().item() for x, y in zip(alone, want, strict=True)]
         # One device may answer NaN where a row sees nothing; that is no measure.
         return [
-            FACTOR * (max(error, floors[name]) if error == error else floors[name])
+            FACTOR * max(error if error == error else 0.0, floors[name] * wider)
             for name, error in zip(RESULTS, errors, strict=False)
         ]
     query, key, value, grad = (x.norm().item() for x in tensors)
-    scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
     bias = 0.0
     if problem.mask is not None and problem.mask.dtype is not torch.bool:
         attn_mask = problem.attn_mask()

@@ -1,0 +1,143 @@
+"""Who owns which queries and keys, and what each rank computes with each owner's keys."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cp_dispatch.layouts.spans import Span, chunk_spans
+from cp_dispatch.layouts.tiles import Tile, tiles
+
+
+class _Geometry:
+    """What follows from ``world_size``, ``key_length`` and ``tiles``."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Once: a geometry is looked up at every hop and may hold thousands of spans.
+        return hash(tuple(vars(self).values()))
+
+    def last_hop(self, owner: int) -> int:
+        """The last hop (0 = at home) at which some rank still needs ``owner``'s keys."""
+        return _last_hop(self, owner)
+
+    @property
+    def key_transitions(self) -> int:
+        """How many times keys move on before nobody needs them any more."""
+        return max(self.last_hop(owner) for owner in range(self.world_size))
+
+    def tiles_of(self, rank: int, owner: int, batch_start: int, batch: int) -> tuple[Tile, ...]:
+        """:meth:`tiles` of the batch rows from ``batch_start`` on, counted from there."""
+        return self.tiles(rank, owner)
+
+
+@dataclass(frozen=True)
+class Geometry(_Geometry):
+    """Spans of queries and of keys for every rank of the ring, and the mask between them.
+
+    The order of the spans of a rank is the order of the rows of its shard.
+    """
+
+    query_spans: tuple[tuple[Span, ...], ...]
+    key_spans: tuple[tuple[Span, ...], ...]
+    causal: bool
+
+    __hash__ = _Geometry.__hash__
+
+    @property
+    def world_size(self) -> int:
+        return len(self.query_spans)
+
+    def query_length(self, rank: int) -> int:
+        return sum(span.length for span in self.query_spans[rank])
+
+    def key_length(self, rank: int) -> int:
+        return sum(span.length for span in self.key_spans[rank])
+
+    def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
+        """What ``rank`` computes with the keys that ``owner`` owns. See Note [Tiles]."""
+        return _tiles(self, rank, owner)
+
+
+@dataclass(frozen=True)
+class RowGeometry(_Geometry):
+    """A geometry for each row of the batch, all with shards of the same lengths."""
+
+    rows: tuple[Geometry, ...]
+
+    __hash__ = _Geometry.__hash__
+
+    @property
+    def world_size(self) -> int:
+        return self.rows[0].world_size
+
+    def query_length(self, rank: int) -> int:
+        return self.rows[0].query_length(rank)
+
+    def key_length(self, rank: int) -> int:
+        return self.rows[0].key_length(rank)
+
+    def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
+        """Those of all rows; :attr:`Tile.row` says whose."""
+        return self.tiles_of(rank, owner, 0, len(self.rows))
+
+    def tiles_of(self, rank: int, owner: int, batch_start: int, batch: int) -> tuple[Tile, ...]:
+        return tuple(
+            tile._replace(row=row)
+            for row, own in enumerate(self.rows[batch_start : batch_start + batch])
+            for tile in own.tiles(rank, owner)
+        )
+
+
+def natural(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout=None
+) -> Geometry:
+    """Geometry of natural order: every rank owns one chunk of queries and one of keys."""
+    return _natural(int(query_length), int(key_length), tuple(ring_shape), causal)
+
+
+def laid_out(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout=None
+) -> Geometry | RowGeometry:
+    """Geometry of queries and keys that both lie in ``layout``, a balancer or None for natural
+    order."""
+    if layout is None:
+        return natural(query_length, key_length, ring_shape, causal)
+    return of_spans(layout, None, None, causal)
+
+
+@functools.lru_cache(maxsize=256)
+def of_spans(layout, query, key, causal: bool) -> Geometry | RowGeometry:
+    """Geometry where queries and keys lie in ``layout``, but for those whose spans are given."""
+    ranks = range(layout.world_size)
+    rows = []
+    for row in range(layout.rows):
+        own = tuple(layout.spans(rank)[row] for rank in ranks)
+        rows.append(Geometry(query or own, key or own, causal))
+    return rows[0] if len(rows) == 1 else RowGeometry(tuple(rows))
+
+
+@functools.lru_cache(maxsize=256)
+def _natural(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
+    return Geometry(
+        chunk_spans(query_length, ring_shape), chunk_spans(key_length, ring_shape), causal
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles(geometry: Geometry, rank: int, owner: int) -> tuple[Tile, ...]:
+    place = sum(map(geometry.key_length, range(owner)))
+    return tiles(geometry.query_spans[rank], geometry.key_spans[owner], geometry.causal, place)
+
+
+@functools.lru_cache(maxsize=4096)
+def _last_hop(geometry, owner: int) -> int:
+    for hop in range(geometry.world_size - 1, 0, -1):
+        if geometry.tiles((owner + hop) % geometry.world_size, owner):
+            return hop
+    return 0

@@ -1,0 +1,263 @@
+"""Attention on permuted data, and on data that the ring balances itself, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import cp_dispatch
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from tests.distributed.calls import only
+from tests.distributed.reference import (
+    Mask,
+    Problem,
+    check,
+    exact,
+    one_device,
+    rounding,
+)
+from tests.distributed.sharded import distribute
+from tests.distributed.threads import run_threads
+
+WORLD_SIZES = (2, 3, 4, 8)
+KERNELS = ("cpu_flash", "math")
+
+
+def permuted(tensor, index, dim):
+    """``tensor`` with its rows along ``dim`` in the order of ``index`` ``(1 or B, S)``."""
+    if index.size(0) == 1:
+        return tensor.index_select(dim, index[0])
+    rows = [x.index_select(dim - 1, i) for x, i in zip(tensor, index, strict=True)]
+    return torch.stack(rows)
+
+
+def run(problem, balancer, mesh, *, mask_placements=None, placements=None):
+    """Output, dQ, dK, dV and the bias's gradient in natural order, computed on permuted data.
+
+    What is sharded along the sequence is permuted first, the mask too.
+    """
+    placements = placements or [Shard(2)] + [Replicate()] * (mesh.ndim - 1)
+    *tensors, grad = (permuted(x, balancer.indices, 2) for x in problem.tensors())
+    inputs = [distribute(x, mesh, placements).requires_grad_() for x in tensors]
+    mask = problem.attn_mask()
+    masks = []
+    order = [p.dim for p in mask_placements or () if p in (Shard(2), Shard(3))]
+    if mask is not None:
+        moved = mask.detach()
+        for dim in order:
+            moved = permuted(moved, balancer.indices, dim) if moved.size(dim) > 1 else moved
+        if mask_placements is not None:
+            moved = distribute(moved, mesh, mask_placements)
+        masks = [moved.requires_grad_(mask.requires_grad)]
+    with cp_dispatch.enabled(layout=balancer):
+        output = problem.attend(*inputs, *masks)
+    assert output.placements == tuple(placements)
+    wanted = [x for x in (*inputs, *masks) if x.requires_grad]
+    grads = torch.autograd.grad(output, wanted, distribute(grad, mesh, placements))
+    results = [
+        permuted(x.full_tensor().detach(), balancer.inverse, 2) for x in (output, *grads[:3])
+    ]
+    for x in grads[3:]:
+        whole = x.full_tensor()
+        for dim in order:
+            whole = permuted(whole, balancer.inverse, dim) if whole.size(dim) > 1 else whole
+        results.append(whole)
+    return results
+
+
+def judge(problem, balancer, world_size, kernel=None, shape=None, **how) -> None:
+    tensors = problem.tensors()
+    want = exact(problem, tensors)
+    alone = one_device(problem, tensors, kernel or "math")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", shape or (world_size,))
+        check(run(problem, balancer, mesh, **how), want, alone, floors=floors, few=few)
+
+    with only(kernel):
+        run_threads(world_size, rank_body)
+
+
+def balancers(length: int, world_size: int, batch: int) -> dict:
+    first, second = length // 3, length // 5
+    rest = length - first - second
+    found = {
+        "head-tail": HeadTail(length, world_size),
+        "documents": PerDocumentHeadTail([first, second, rest], world_size),
+        "documents of each row": PerDocumentHeadTail(
+            [[length - row, row] if row else [length] for row in range(batch)], world_size
+        ),
+    }
+    if length % (4 * world_size) == 0:
+        work = list(range(1, 4 * world_size + 1))
+        found["blocks"] = BlockBalanced(work, world_size, length // (4 * world_size))
+    return found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("length", [96, 61])
+@pytest.mark.parametrize("kind", ["head-tail", "documents", "documents of each row", "blocks"])
+def test_layouts_are_right(kind, length, world_size, kernel, causal):
+    problem = Problem(batch=2, heads=4, key_heads=2, length=length, dim=16, causal=causal)
+    found = balancers(length, world_size, 2)
+    if kind not in found:
+        pytest.skip("blocks must be whole")
+    judge(problem, found[kind], world_size, kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["head-tail", "documents of each row"])
+def test_other_dtypes(kind, dtype):
+    problem = Problem(length=256, causal=True, dtype=dtype)
+    judge(problem, balancers(256, 4, 2)[kind], 4, "cpu_flash")
+
+
+DOCUMENTS = [37, 91, 128]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask", [
+    Mask("qk"), Mask("b11k"), Mask("1hqk", blind=True), Mask("bhqk", None),
+    Mask("11q1", None, needs_grad=True), Mask("1hqk", None, needs_grad=True),
+    Mask("b11k", None, needs_grad=True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", ["head-tail", "documents", "documents of each row", "blocks"])
+def test_masks_go_by_true_positions(kind, mask, kernel):
+    """A plain mask, a replicated one, one sharded on rows and one sharded on keys."""
+    if mask.needs_grad and kernel != "math":
+        pytest.skip("the math kernel alone gives the gradient of a bias")
+    problem = Problem(batch=2, heads=2, length=96, dim=16, mask=mask)
+    balancer = balancers(96, 4, 2)[kind]
+    wheres = [[Replicate()]]
+    if not mask.needs_grad:
+        wheres.append(None)
+    if len(mask.shape) == 4:
+        wheres += [[Shard(dim)] for dim in (2, 3) if mask.shape[dim] != "1"]
+    for where in wheres:
+        judge(problem, balancer, 4, kernel, mask_placements=where)
+
+
+@pytest.mark.parametrize("kind", ["head-tail", "documents of each row"])
+@pytest.mark.parametrize("shape, placements", [
+    ((2, 2), [Shard(0), Shard(2)]), ((2, 2), [Shard(2), Shard(1)]), ((2, 2), [Shard(2), Shard(2)]),
+    ((2, 2), [Shard(2), Shard(0)]),
+])  # fmt: skip
+def test_meshes(kind, shape, placements):
+    ranks = 4 if placements.count(Shard(2)) == 2 else 2
+    balancer = balancers(64, ranks, 4)[kind]
+    problem = Problem(batch=4, heads=4, length=64, causal=True)
+    judge(problem, balancer, 4, "cpu_flash", shape, placements=placements)
+
+
+def test_dropout_goes_by_true_positions():
+    """The coins are those of natural order."""
+    problem = Problem(length=48, dim=8, causal=True, dtype=torch.float64)
+    query, key, value, _ = problem.tensors()
+
+    def attend(mesh, order, **options):
+        torch.manual_seed(3)
+        inputs = [
+            distribute(x.index_select(2, order), mesh, [Shard(2)]) for x in (query, key, value)
+        ]
+        with cp_dispatch.enabled(**options):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *inputs, dropout_p=0.4, is_causal=True
+            ).full_tensor()
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        balancer = HeadTail(48, 3)
+        natural = attend(mesh, torch.arange(48), schedule="natural_ring")
+        laid_out = attend(mesh, balancer.indices[0], layout=balancer)
+        torch.testing.assert_close(laid_out.index_select(2, balancer.inverse[0]), natural)
+        mirrored = attend(mesh, torch.arange(48), schedule="mirrored_ring")
+        torch.testing.assert_close(mirrored, natural)
+
+    run_threads(3, rank_body)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("needs", [(True,) * 3, (True, False, False)], ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mirrored_ring_is_right(world_size, dtype, needs, kernel):
+    from tests.distributed.sharded import run_sharded
+
+    problem = Problem(
+        batch=2, heads=4, key_heads=2, length=24 * world_size, dim=16, causal=True, dtype=dtype
+    )
+    tensors = problem.tensors()
+    want = exact(problem, tensors)
+    alone = one_device(problem, tensors, kernel)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (world_size,))
+        check(run_sharded(problem, tensors, mesh, needs=needs), want, alone)
+
+    with cp_dispatch.enabled(schedule="mirrored_ring"), only(kernel):
+        run_threads(world_size, rank_body)
+
+
+def test_refusals():
+    problem = Problem(length=48, causal=True)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        query, key, value, _ = problem.tensors()
+        sharded = [distribute(x, mesh, [Shard(2)]) for x in (query, key, value)]
+        whole = [distribute(x, mesh, [Replicate()]) for x in (query, key, value)]
+
+        def refused(layout, inputs, words, **options):
+            with cp_dispatch.enabled(layout=layout):
+                with pytest.raises(cp_dispatch.ContextParallelError, match=words):
+                    torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+
+        refused(HeadTail(48, 3), sharded, "2 ranks share the sequence")
+        refused(HeadTail(64, 2), sharded, "query of length 48 is sharded")
+        refused(PerDocumentHeadTail([[48], [48], [48]], 2), sharded, "the batch has 2 rows")
+        fits = HeadTail(48, 2)
+        refused(fits, [sharded[0], *whole[1:]], "no telling", is_causal=True)
+        refused(fits, [whole[0], *sharded[1:]], "no telling", is_causal=True)
+        refused(fits, whole, "no telling", is_causal=True)
+        mask = distribute(torch.ones(48, 48, dtype=torch.bool), mesh, [Shard(1)])
+        refused(fits, [sharded[0], *whole[1:]], "sharded on its keys", attn_mask=mask)
+        with cp_dispatch.enabled(layout=fits):  # where the order does not matter
+            torch.nn.functional.scaled_dot_product_attention(sharded[0], *whole[1:])
+            torch.nn.functional.scaled_dot_product_attention(*whole)
+
+    run_threads(2, rank_body)
+
+
+@pytest.mark.parametrize("layout", ["head-tail", HeadTail, 4])
+def test_layout_must_be_a_balancer(layout):
+    with pytest.raises(cp_dispatch.ContextParallelError, match="layout must be"):
+        cp_dispatch.enable(layout=layout)
+
+
+def test_decode_against_a_cache_in_a_layout():
+    """One whole query of another length; the order of keys matters to the mask alone."""
+    for mask in (None, Mask("b11k")):
+        problem = Problem(length=1, key_length=48, mask=mask)
+        tensors = problem.tensors()
+        want = exact(replace(problem), tensors)[0]
+        balancer = HeadTail(48, 4)
+
+        def rank_body(rank, tensors=tensors, problem=problem, balancer=balancer, want=want):
+            mesh = init_device_mesh("cpu", (4,))
+            query = distribute(tensors[0], mesh, [Replicate()])
+            keys = [
+                distribute(permuted(x, balancer.indices, 2), mesh, [Shard(2)]) for x in tensors[1:3]
+            ]
+            masks = [] if problem.mask is None else [problem.attn_mask()]
+            with cp_dispatch.enabled(layout=balancer):
+                got = problem.attend(query, *keys, *masks).full_tensor()
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+        run_threads(4, rank_body)
