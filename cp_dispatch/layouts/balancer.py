@@ -16,6 +16,7 @@ sequence is the ranks' rows one after the other: ``permuted[b, i] = natural[b, i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.spans import Span, chunk
 
@@ -79,14 +81,19 @@ class Balancer:
 
         Made once; do not modify it.
         """
-        indices = torch.empty(self.rows, self.seq_len, dtype=torch.int64)
-        for row in range(self.rows):
-            spans = (span for rank in range(self.world_size) for span in self._spans[rank][row])
-            start = 0
-            for position, length in spans:
-                torch.arange(position, position + length, out=indices[row, start : start + length])
-                start += length
-        return indices
+        with _plain_tensors():
+            return torch.stack(
+                [
+                    torch.cat(
+                        [
+                            torch.arange(position, position + length, device="cpu")
+                            for spans in self._spans
+                            for position, length in spans[row]
+                        ]
+                    )
+                    for row in range(self.rows)
+                ]
+            )
 
     @functools.cached_property
     def inverse(self) -> torch.Tensor:
@@ -94,8 +101,9 @@ class Balancer:
 
         Made once; do not modify it.
         """
-        places = torch.arange(self.seq_len).expand(self.rows, -1)
-        return torch.empty_like(self.indices).scatter_(1, self.indices, places)
+        with _plain_tensors():
+            places = torch.arange(self.seq_len, device="cpu").expand(self.rows, -1)
+            return torch.empty_like(self.indices).scatter_(1, self.indices, places)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE."""
@@ -179,6 +187,13 @@ def from_text(text: str) -> Balancer:
             f"{known}"
         ) from error
     return balancer
+
+
+@contextlib.contextmanager
+def _plain_tensors():
+    """What is kept must serve everywhere, whether fake or inference mode is on at first use."""
+    with disable_current_modes(), torch.inference_mode(False):
+        yield
 
 
 def coalesce(spans: Sequence[Span]) -> Spans:

@@ -54,7 +54,7 @@ def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None)
         size = tensor.shape[dim]
         if balancer is None:
             own = chunk(Span(0, size), mesh.size())[rank]
-            index = torch.arange(own.position, own.position + own.length).unsqueeze(0)
+            index = _natural_index(own)
         else:
             _check_fits(balancer, tensor, dim, size, name)
             index = balancer.positions(rank)
@@ -96,7 +96,7 @@ def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = Non
             )
         own = spans[rank]
         if balancer is None:
-            index, inverse = torch.arange(own.position, own.position + own.length)[None], None
+            index, inverse = _natural_index(own), None
         else:
             _check_fits(balancer, tensor, dim, whole, name)
             index, inverse = balancer.positions(rank), balancer.inverse
@@ -127,8 +127,8 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, index, dim, size):
         ctx.index, ctx.dim = index, dim
-        places = torch.arange(index.shape[1]).expand_as(index)
-        back = torch.full((index.shape[0], size), -1).scatter_(1, index, places)
+        places = torch.arange(index.shape[1], device="cpu").expand_as(index)
+        back = index.new_full((index.shape[0], size), -1).scatter_(1, index, places)
         return permute(local, back, dim)
 
     @staticmethod
@@ -160,6 +160,10 @@ class _Gather(torch.autograd.Function):
         return _Take.apply(grad, ctx.index, ctx.dim), *[None] * 6
 
 
+def _natural_index(own: Span) -> torch.Tensor:
+    return torch.arange(own.position, own.position + own.length, device="cpu").unsqueeze(0)
+
+
 def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows of ``tensor`` along ``dim``; ``index`` (1 or B, L) int64 on CPU, -1 for zeros.
 
@@ -183,6 +187,8 @@ def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor
 
 
 def _local_rank(mesh: DeviceMesh, balancer: Balancer | None) -> int:
+    if not isinstance(mesh, DeviceMesh):
+        raise ContextParallelError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ContextParallelError(

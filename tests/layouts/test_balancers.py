@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
@@ -352,6 +353,21 @@ def test_positions_are_the_callers_own():
     balancer.positions(0).zero_()
     assert balancer.positions(0).tolist() == [[0, 1, 6, 7]]
     assert balancer.positions(0, device="meta").is_meta
+
+
+def test_modes_at_first_use_do_not_stick():
+    fake, inference, device = HeadTail(12, 3), HeadTail(20, 2), HeadTail(28, 2)
+    with FakeTensorMode():
+        assert fake.inverse.shape == (1, 12)
+    with torch.inference_mode():
+        assert inference.inverse.shape == (1, 20)
+    with torch.device("meta"):
+        assert device.inverse.shape == (1, 28)
+    for balancer in fake, inference, device:
+        natural = torch.arange(balancer.seq_len)
+        for x in balancer.indices, balancer.inverse:
+            assert type(x) is torch.Tensor and not x.is_inference() and x.device.type == "cpu"
+            assert torch.equal(x[0].sort().values, natural)
 
 
 def test_numbers_of_any_kind():

@@ -222,6 +222,8 @@ def test_refuses_other_kinds():
         with pytest.raises(ContextParallelError, match="BlockMask: .* not yet supported"):
             mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device="cpu")
             cp_dispatch.shard(mesh, {"mask": mask}, 0)
+        with pytest.raises(ContextParallelError, match="must be a DeviceMesh, got NoneType"):
+            cp_dispatch.shard(None, torch.ones(8), 0)
     with fake_ranks(2, 2, names=("dp", "cp")) as mesh:
         with pytest.raises(ContextParallelError, match=r"one dim, got dims .*'dp', 'cp'.*\(2, 2\)"):
             cp_dispatch.shard(mesh, torch.ones(8), 0)
