@@ -145,7 +145,7 @@ def plot(mask: IntervalMask, balancer: Balancer | None, world_size: int, path, r
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
     name = "natural order" if balancer is None else type(balancer).__name__
     figure.suptitle(
-        f"{_short(mask.name)} mask, {mask.seq_len:,} positions on {world_size} ranks: {name}",
+        f"mask {_short(mask.name)}, {mask.seq_len:,} positions on {world_size} ranks: {name}",
         color=_INK, fontsize=13,
     )  # fmt: skip
     _draw_mask(left, mask, owner_of_rows(mask, balancer, world_size, row), colours)
@@ -156,7 +156,10 @@ def plot(mask: IntervalMask, balancer: Balancer | None, world_size: int, path, r
         axes.tick_params(colors=_INK, length=3, labelsize=9)
         for spine in axes.spines.values():
             spine.set_color(_FAINT)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ContextParallelError(f"cannot write {path}: {error}") from error
 
 
 def _draw_mask(axes, mask: IntervalMask, owner: torch.Tensor, colours: torch.Tensor) -> None:
@@ -180,11 +183,12 @@ def _draw_mask(axes, mask: IntervalMask, owner: torch.Tensor, colours: torch.Ten
 
 def _draw_work(axes, natural: list, balanced: list | None, name: str, colours: list) -> None:
     """Work over the mean work, so that the tallest bar is the imbalance."""
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     ranks = range(len(natural))
     mean = sum(natural) / len(natural)
-    legend = []
+    handles, labels = [], []
     groups = [("natural order", natural)] + ([(name, balanced)] if balanced else [])
     width = 0.8 / len(groups)
     for i, (label, work) in enumerate(groups):
@@ -192,18 +196,24 @@ def _draw_work(axes, natural: list, balanced: list | None, name: str, colours: l
         fill = colours if is_last else [_FAINT] * len(work)
         middle = [rank + (i - (len(groups) - 1) / 2) * width for rank in ranks]
         axes.bar(middle, [x / mean for x in work], width * 0.94, color=fill)
-        face = colours[0] if is_last else _FAINT
-        legend.append(Patch(color=face, label=f"{label}: imbalance {max_over_mean(work):.3f}"))
+        handles.append(tuple(Patch(facecolor=colour, linewidth=0) for colour in fill[:4]))
+        labels.append(f"{label}: imbalance {max_over_mean(work):.3f}")
     axes.axhline(1, color=_INK, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
     top = max(max(work) for _, work in groups) / mean
     axes.set_ylim(0, top * 1.22)
+    digits = 0 if mean >= 100 else 2
     step = -(-len(natural) // 16)
     axes.set_xticks(list(ranks)[::step])
     axes.set_xlim(-0.6, len(natural) - 0.4)
     axes.set_xlabel("rank", color=_INK)
     axes.set_ylabel("work / mean work of a rank", color=_INK)
-    axes.set_title(f"work per rank; 1 is {mean:,.0f} (query, key) pairs", color=_INK, fontsize=10)
-    axes.legend(handles=legend, loc="upper left", frameon=False, fontsize=10, labelcolor=_INK)
+    axes.set_title(
+        f"work per rank; 1 is {mean:,.{digits}f} (query, key) pairs", color=_INK, fontsize=10
+    )
+    axes.legend(
+        handles, labels, loc="upper left", frameon=False, fontsize=10, labelcolor=_INK,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
 
 
