@@ -164,11 +164,17 @@ def _natural_index(own: Span) -> torch.Tensor:
     return torch.arange(own.position, own.position + own.length, device="cpu").unsqueeze(0)
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows of ``tensor`` along ``dim``; ``index`` (1 or B, L) int64 on CPU, -1 for zeros.
 
     With B rows, row b of dim 0 of ``tensor`` goes by ``index[b]``. A contiguous copy.
     """
+    dtype, as_bits = tensor.dtype, _BITS.get(tensor.dtype.itemsize)
+    if as_bits is not None and not dtype.is_complex:
+        tensor = tensor.resolve_neg().view(as_bits)  # torch does not index every dtype
     blank = index < 0 if (index < 0).any() else None
     source = index if blank is None else index.clamp(min=0)
     source = source.to(tensor.device)
@@ -180,7 +186,9 @@ def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor
         size = list(tensor.shape)
         size[dim] = index.shape[1]
         taken = tensor.gather(dim, source.view(shape).expand(size))
-    return taken if blank is None else taken.masked_fill_(blank.to(taken.device).view(shape), 0)
+    if blank is not None:
+        taken.masked_fill_(blank.to(taken.device).view(shape), 0)
+    return taken.view(dtype)
 
 
 # -- Checks, made alike on every rank -----------------------------------------------------------
