@@ -82,18 +82,8 @@ class Balancer:
         Made once; do not modify it.
         """
         with _plain_tensors():
-            return torch.stack(
-                [
-                    torch.cat(
-                        [
-                            torch.arange(position, position + length, device="cpu")
-                            for spans in self._spans
-                            for position, length in spans[row]
-                        ]
-                    )
-                    for row in range(self.rows)
-                ]
-            )
+            rows = range(self.rows)
+            return torch.stack([_positions([x for r in self._spans for x in r[i]]) for i in rows])
 
     @functools.cached_property
     def inverse(self) -> torch.Tensor:
@@ -194,6 +184,14 @@ def _plain_tensors():
     """What is kept must serve everywhere, whether fake or inference mode is on at first use."""
     with disable_current_modes(), torch.inference_mode(False):
         yield
+
+
+def _positions(spans: Sequence[Span]) -> torch.Tensor:
+    starts = torch.tensor([span.position for span in spans], dtype=torch.int64, device="cpu")
+    lengths = torch.tensor([span.length for span in spans], dtype=torch.int64, device="cpu")
+    # A position is its place in the permuted sequence, moved as its span is.
+    moved = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+    return torch.arange(len(moved), device="cpu") + moved
 
 
 def coalesce(spans: Sequence[Span]) -> Spans:
