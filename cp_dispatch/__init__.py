@@ -9,7 +9,14 @@ Importing changes nothing of torch; ``enable()`` does, and ``disable()`` undoes 
 from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas
 from cp_dispatch import sharding as _sharding  # noqa: F401  registers the DTensor rules
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.layouts import (
+    BlockBalanced,
+    HeadTail,
+    PerDocumentHeadTail,
+    next_token_labels,
+    shard,
+    unshard,
+)
 from cp_dispatch.plan import Plan, explain
 from cp_dispatch.toggle import disable, enable, enabled, is_enabled
 
@@ -26,4 +33,7 @@ __all__ = [
     "enabled",
     "explain",
     "is_enabled",
+    "next_token_labels",
+    "shard",
+    "unshard",
 ]

@@ -16,7 +16,8 @@ from cp_dispatch.layouts import Balancer, chunk_spans
 
 
 def mask_order(call: Call) -> str:
-    """Dims of the mask that lie as the shards do: ``"rows"``, ``"keys"``, ``"rows,keys"`` or ``""``."""
+    """Dims of the mask that lie as the shards do, ``"rows"``, ``"keys"``, both with a comma, or
+    ``""``."""
     mask = call.attn_mask
     if not isinstance(mask, DTensor):
         return ""

@@ -16,6 +16,7 @@ sequence is the ranks' rows one after the other: ``permuted[b, i] = natural[b, i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.spans import Span, chunk
 
@@ -79,14 +81,9 @@ class Balancer:
 
         Made once; do not modify it.
         """
-        indices = torch.empty(self.rows, self.seq_len, dtype=torch.int64)
-        for row in range(self.rows):
-            spans = (span for rank in range(self.world_size) for span in self._spans[rank][row])
-            start = 0
-            for position, length in spans:
-                torch.arange(position, position + length, out=indices[row, start : start + length])
-                start += length
-        return indices
+        with _plain_tensors():
+            rows = range(self.rows)
+            return torch.stack([_positions([x for r in self._spans for x in r[i]]) for i in rows])
 
     @functools.cached_property
     def inverse(self) -> torch.Tensor:
@@ -94,8 +91,9 @@ class Balancer:
 
         Made once; do not modify it.
         """
-        places = torch.arange(self.seq_len).expand(self.rows, -1)
-        return torch.empty_like(self.indices).scatter_(1, self.indices, places)
+        with _plain_tensors():
+            places = torch.arange(self.seq_len, device="cpu").expand(self.rows, -1)
+            return torch.empty_like(self.indices).scatter_(1, self.indices, places)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE."""
@@ -179,6 +177,21 @@ def from_text(text: str) -> Balancer:
             f"{known}"
         ) from error
     return balancer
+
+
+@contextlib.contextmanager
+def _plain_tensors():
+    """What is kept must serve everywhere, whether fake or inference mode is on at first use."""
+    with disable_current_modes(), torch.inference_mode(False):
+        yield
+
+
+def _positions(spans: Sequence[Span]) -> torch.Tensor:
+    starts = torch.tensor([span.position for span in spans], dtype=torch.int64, device="cpu")
+    lengths = torch.tensor([span.length for span in spans], dtype=torch.int64, device="cpu")
+    # A position is its place in the permuted sequence, moved as its span is.
+    moved = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+    return torch.arange(len(moved), device="cpu") + moved
 
 
 def coalesce(spans: Sequence[Span]) -> Spans:

@@ -221,7 +221,7 @@ def test_refusals():
 
         refused(HeadTail(48, 3), sharded, "2 ranks share the sequence")
         refused(HeadTail(64, 2), sharded, "query of length 48 is sharded")
-        refused(PerDocumentHeadTail([[48], [48], [48]], 2), sharded, "the batch has 2 rows")
+        refused(PerDocumentHeadTail([[48], [8, 40], [40, 8]], 2), sharded, "the batch has 2 rows")
         fits = HeadTail(48, 2)
         refused(fits, [sharded[0], *whole[1:]], "no telling", is_causal=True)
         refused(fits, [whole[0], *sharded[1:]], "no telling", is_causal=True)

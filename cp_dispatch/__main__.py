@@ -1,0 +1,29 @@
+"""``python -m cp_dispatch``: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from cp_dispatch import plot
+from cp_dispatch.errors import ContextParallelError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cp_dispatch", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    text = "draw which rank owns which rows of a mask, and the work of each"
+    command = commands.add_parser("plot", help=text, description=text)
+    plot.add_arguments(command)
+    command.set_defaults(run=plot.run)
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+    except ContextParallelError as error:
+        print(f"cp_dispatch {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

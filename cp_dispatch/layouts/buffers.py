@@ -1,0 +1,238 @@
+"""Whole tensors to this rank's rows of them, and back.
+
+Note [Gradients of shard and unshard]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Neither communicates in its backward.
+
+- ``shard``: a rank's gradient of the whole tensor holds the rows that the rank owns, and zeros.
+  The gradient is the *sum* over the ranks of the mesh; whoever sums the gradients of replicated
+  parameters (data parallel wrappers over this mesh, or one ``all_reduce``) sums it.
+- ``unshard``: a rank's gradient of its shard is its slice of the gradient of the whole tensor,
+  which is taken to be *the same on all ranks*, as ``DTensor.full_tensor()`` does by default. That
+  is right where every rank computes the same loss from the whole tensor. Where each rank computes
+  another part of the loss, ``all_reduce`` the gradient of the whole tensor first
+  (``whole.register_hook``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dispatch._compat import all_gather_single
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts.balancer import Balancer
+from cp_dispatch.layouts.spans import Span, chunk
+from cp_dispatch.layouts.structure import map_tensors
+
+
+def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
+    """This rank's rows of whole tensors, in the order that ``balancer`` gives them.
+
+    Does not communicate: every rank passes the same whole tensors.
+
+    Args:
+        mesh: a mesh with the one dim over which the sequence is sharded.
+        buffers: a tensor of any dtype and rank, or lists, tuples and dicts of tensors, nested as
+            you like. ``None`` stays ``None``.
+        seq_dims: the sequence dim of every tensor: one int for all, or ints in the same structure
+            as ``buffers``.
+        balancer: who owns which positions; without one, consecutive chunks as ``Shard`` has them.
+
+    Returns:
+        The same structure of contiguous copies, with ``torch.chunk``'s share of rows along the
+        sequence dim: what ``DTensor.from_local(x, mesh, [Shard(seq_dim)])`` takes, given the
+        global shape if S is uneven. Differentiable, see Note [Gradients of shard and unshard].
+
+    Raises:
+        ContextParallelError: where mesh, tensor and balancer do not fit, with the numbers.
+    """
+    rank = _local_rank(mesh, balancer)
+
+    def one(tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+        size = tensor.shape[dim]
+        if balancer is None:
+            own = chunk(Span(0, size), mesh.size())[rank]
+            index = _natural_index(own)
+        else:
+            _check_fits(balancer, tensor, dim, size, name)
+            index = balancer.positions(rank)
+        return _Take.apply(tensor, index, dim)
+
+    return map_tensors(one, buffers, seq_dims)
+
+
+def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
+    """Whole tensors in natural order from the ranks' shards: ``unshard(shard(x)) == x``.
+
+    Gathers every tensor in one collective, after a small one in which the ranks tell each other
+    the lengths of all their shards. All ranks pass the same structure.
+
+    Args:
+        mesh, buffers, seq_dims, balancer: as for :func:`shard`, with shards for buffers.
+
+    Returns:
+        The same structure of whole tensors, contiguous, bit for bit what was sharded.
+        Differentiable, see Note [Gradients of shard and unshard].
+
+    Raises:
+        ContextParallelError: as for :func:`shard`; on all ranks if the lengths of the shards are
+            not those that ``torch.chunk`` gives.
+    """
+    rank = _local_rank(mesh, balancer)
+    lengths: list[int] = []
+    map_tensors(lambda x, dim, name: lengths.append(x.shape[dim]), buffers, seq_dims)
+    every_length = iter(_exchange(lengths, mesh))
+
+    def one(tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
+        lengths = next(every_length)
+        whole = sum(lengths)
+        spans = chunk(Span(0, whole), mesh.size())
+        if lengths != [span.length for span in spans]:
+            raise ContextParallelError(
+                f"{name}: shards of {lengths} rows along dim {dim} are not what torch.chunk gives "
+                f"{mesh.size()} ranks of their {whole} rows, {[span.length for span in spans]}"
+            )
+        own = spans[rank]
+        if balancer is None:
+            index, inverse = _natural_index(own), None
+        else:
+            _check_fits(balancer, tensor, dim, whole, name)
+            index, inverse = balancer.positions(rank), balancer.inverse
+        return _Gather.apply(tensor, mesh, max(lengths), whole, index, inverse, dim)
+
+    return map_tensors(one, buffers, seq_dims)
+
+
+# -- Autograd ---------------------------------------------------------------------------------
+
+
+class _Take(torch.autograd.Function):
+    """Rows of a whole tensor by their positions."""
+
+    @staticmethod
+    def forward(ctx, whole, index, dim):
+        ctx.index, ctx.dim, ctx.size = index, dim, whole.shape[dim]
+        return permute(whole, index, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Place.apply(grad, ctx.index, ctx.dim, ctx.size), None, None
+
+
+class _Place(torch.autograd.Function):
+    """The adjoint of :class:`_Take`: rows at their positions, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx, local, index, dim, size):
+        ctx.index, ctx.dim = index, dim
+        places = torch.arange(index.shape[1], device="cpu").expand_as(index)
+        back = index.new_full((index.shape[0], size), -1).scatter_(1, index, places)
+        return permute(local, back, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Take.apply(grad, ctx.index, ctx.dim), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """All rows of the whole tensor, in natural order."""
+
+    @staticmethod
+    def forward(ctx, local, mesh, most, whole, index, inverse, dim):
+        ctx.index, ctx.dim = index, dim
+        rows = local.movedim(dim, 0)
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        # As bytes: not every collective library knows every dtype.
+        sent = padded.view(-1).view(torch.uint8)
+        received = sent.new_empty(mesh.size() * sent.numel())
+        if sent.numel():
+            all_gather_single(received, sent, group=mesh.get_group())
+        gathered = received.view(padded.dtype).view(mesh.size() * most, *rows.shape[1:])
+        # Only the last ranks are short, so the padding comes after all rows.
+        permuted = gathered[:whole].movedim(0, dim)
+        return permuted.contiguous() if inverse is None else permute(permuted, inverse, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Take.apply(grad, ctx.index, ctx.dim), *[None] * 6
+
+
+def _natural_index(own: Span) -> torch.Tensor:
+    return torch.arange(own.position, own.position + own.length, device="cpu").unsqueeze(0)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows of ``tensor`` along ``dim``; ``index`` (1 or B, L) int64 on CPU, -1 for zeros.
+
+    With B rows, row b of dim 0 of ``tensor`` goes by ``index[b]``. A contiguous copy.
+    """
+    dtype, as_bits = tensor.dtype, _BITS.get(tensor.dtype.itemsize)
+    if as_bits is not None and not dtype.is_complex:
+        tensor = tensor.resolve_neg().view(as_bits)  # torch does not index every dtype
+    blank = index < 0 if (index < 0).any() else None
+    source = index if blank is None else index.clamp(min=0)
+    source = source.to(tensor.device)
+    shape = [index.shape[0]] + [1] * (tensor.ndim - 1) if index.shape[0] > 1 else [1] * tensor.ndim
+    shape[dim] = index.shape[1]
+    if index.shape[0] == 1:
+        taken = tensor.index_select(dim, source[0])
+    else:
+        size = list(tensor.shape)
+        size[dim] = index.shape[1]
+        taken = tensor.gather(dim, source.view(shape).expand(size))
+    if blank is not None:
+        taken.masked_fill_(blank.to(taken.device).view(shape), 0)
+    return taken.view(dtype)
+
+
+# -- Checks, made alike on every rank -----------------------------------------------------------
+
+
+def _local_rank(mesh: DeviceMesh, balancer: Balancer | None) -> int:
+    if not isinstance(mesh, DeviceMesh):
+        raise ContextParallelError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ContextParallelError(
+            f"mesh must have one dim, got dims {names} of sizes {tuple(mesh.shape)}; pass the one "
+            f'that the sequence is sharded over, such as mesh["{names[-1]}"]'
+        )
+    if balancer is not None and balancer.world_size != mesh.size():
+        raise ContextParallelError(
+            f"{balancer} is for {balancer.world_size} ranks, the mesh has {mesh.size()}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ContextParallelError(
+            f"rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}"
+        )
+    return mesh.get_local_rank()
+
+
+def _check_fits(balancer: Balancer, tensor: torch.Tensor, dim: int, size: int, name: str) -> None:
+    if size != balancer.seq_len:
+        raise ContextParallelError(
+            f"{name}: {balancer} is for {balancer.seq_len} positions, the tensor has {size} along "
+            f"dim {dim}"
+        )
+    if balancer.rows > 1 and (dim == 0 or tensor.shape[0] != balancer.rows):
+        raise ContextParallelError(
+            f"{name}: {balancer} has {balancer.rows} layouts, one for each row of dim 0; "
+            f"the tensor has shape {list(tensor.shape)} and its sequence in dim {dim}"
+        )
+
+
+def _exchange(lengths: list[int], mesh: DeviceMesh) -> list[list[int]]:
+    """``[tensor][rank]``: rows of each rank's shards."""
+    if not lengths:
+        return []
+    device = mesh.device_type
+    sent = torch.tensor(lengths, dtype=torch.int64, device=device)
+    received = sent.new_empty(mesh.size() * len(lengths))
+    all_gather_single(received, sent, group=mesh.get_group())
+    return received.view(mesh.size(), len(lengths)).t().tolist()
