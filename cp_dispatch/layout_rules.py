@@ -58,6 +58,11 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
             reasons.append(
                 f"attn_mask is sharded on its {word} where {name} is whole; replicate it"
             )
+    if order and layout.rows > 1 and call.attn_mask.shape[0] == 1:
+        reasons.append(
+            f"attn_mask {list(call.attn_mask.shape)} is sharded on its {order}, in an order that "
+            "is that of a row of the batch of its own; replicate it, in true order"
+        )
     return reasons
 
 

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cp_dispatch
 from cp_dispatch.backends import BACKENDS
+from cp_dispatch.layouts import laid_out
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -109,8 +110,9 @@ def stock(problem: Problem):
 
 
 @contextlib.contextmanager
-def ours(problem: Problem, schedule: str):
-    with cp_dispatch.enabled(schedule=schedule):
+def ours(problem: Problem, schedule: str, balancer=None):
+    layout = balancer and balancer(problem.tokens * problem.world_size, problem.world_size)
+    with cp_dispatch.enabled(schedule=schedule, layout=layout):
         yield _sharded(problem)
 
 
@@ -118,7 +120,8 @@ def ours(problem: Problem, schedule: str):
 def torch_cp(problem: Problem, rotate_method: str):
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
-    torch_cp._cp_options.enable_load_balance = False
+    # Its causal work is balanced for head-tail data; without a mask that changes nothing.
+    torch_cp._cp_options.enable_load_balance = problem.args.causal
     torch_cp.set_rotate_method(rotate_method)
     torch_cp._enable_context_parallel_dispatcher()
     try:
@@ -129,11 +132,17 @@ def torch_cp(problem: Problem, rotate_method: str):
 
 IMPLEMENTATIONS = {
     "one device": one_device,
-    "cp_dispatch ring": lambda p: ours(p, "ring"),
+    "cp_dispatch ring": lambda p: ours(p, "natural_ring"),
+    "cp_dispatch mirrored": lambda p: ours(p, "mirrored_ring"),
+    "cp_dispatch head-tail": lambda p: ours(p, "ring", cp_dispatch.HeadTail),
     "torch cp allgather": lambda p: torch_cp(p, "allgather"),
     "torch cp alltoall": lambda p: torch_cp(p, "alltoall"),
     "stock DTensor": stock,
 }
+
+
+# Without a mask they are the ring.
+ONLY_CAUSAL = ("cp_dispatch mirrored", "cp_dispatch head-tail")
 
 
 def steps(problem: Problem, inputs, grad, call):
@@ -187,18 +196,37 @@ def measure(step, args, cuda: bool) -> dict:
 
 
 def kernel_time(problem: Problem, backend: str, args) -> dict:
-    """The block kernels of a full (not causal) ring back to back: no merge, no communication."""
-    kernel = BACKENDS[backend]
+    """The block kernels of a balanced ring back to back: no merge, no communication.
+
+    Causal work is that of rank 0 in head-tail order; every rank has as much.
+    """
+    kernel, world_size = BACKENDS[backend], problem.world_size
     query, key, value, grad = problem.tensors(problem.tokens)
     scale = problem.args.head_dim**-0.5
+    length = problem.tokens * world_size
+    layout = cp_dispatch.HeadTail(length, world_size)
+    geometry = laid_out(length, length, (world_size,), args.causal, layout)
+    tiles = [tile for owner in range(world_size) for tile in geometry.tiles(0, owner)]
+
+    def cut(tile):
+        rows = slice(tile.query_start, tile.query_start + tile.query_length)
+        columns = slice(tile.key_start, tile.key_start + tile.key_length)
+        return rows, columns
 
     def forward():
-        return [kernel.forward(query, key, value, False, scale) for _ in range(problem.world_size)]
+        results = []
+        for tile in tiles:
+            rows, columns = cut(tile)
+            block = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            results.append(kernel.forward(*block, None, tile.causal, scale))
+        return results
 
     def both():
-        out, lse = forward()[0]
-        for _ in range(problem.world_size):
-            kernel.backward(grad, query, key, value, out, lse, False, scale)
+        results = forward()
+        for tile, (out, lse) in zip(tiles, results, strict=True):
+            rows, columns = cut(tile)
+            block = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            kernel.backward(grad[:, :, rows], *block, out, lse, None, tile.causal, scale)
 
     return {"fwd": measure(forward, args, True), "fwd+bwd": measure(both, args, True)}
 
@@ -244,7 +272,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
         "steps": args.steps,
     }
     for name, implementation in IMPLEMENTATIONS.items():
-        if name in args.skip:
+        if name in args.skip or (name in ONLY_CAUSAL and not args.causal):
             continue
         for mode in ("fwd", "fwd+bwd"):
             row = shape | {"implementation": name, "mode": mode}
@@ -269,7 +297,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
             rows.append(row)
             if cuda:
                 torch.cuda.empty_cache()
-    if cuda and not args.causal:
+    if cuda:
         for mode, row in kernel_time(problem, backend, args).items():
             row = shape | {"implementation": "block kernels alone", "mode": mode} | row
             row["kept"] = alone[mode] / problem.world_size / row["seconds"]

@@ -18,7 +18,7 @@ from cp_dispatch.schedules.pair import Pair
 
 @dataclass
 class Record:
-    """Of one rank: bytes of every shift, in order, and every collective by name and bytes."""
+    """Of one rank: bytes of every move, in order, and every collective by name and bytes."""
 
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
@@ -47,13 +47,13 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._local = threading.local()
-        shift, start, buffer = Ring.shift, ProcessLocalGroup._start_coll, Pair.buffer
+        move, start, buffer = Ring._move, ProcessLocalGroup._start_coll, Pair.buffer
 
-        def recorded_shift(ring, send, receive):
+        def recorded_move(ring, send, to, receive, source):
             if record := self._current():
                 record.sent.append(send.nbytes)
                 record.received.append(receive.nbytes)
-            return shift(ring, send, receive)
+            return move(ring, send, to, receive, source)
 
         def recorded_start(collective, group):
             if record := self._current():
@@ -80,7 +80,7 @@ class Recorder:
             return new
 
         assert ring.Pair is Pair
-        monkeypatch.setattr(Ring, "shift", recorded_shift)
+        monkeypatch.setattr(Ring, "_move", recorded_move)
         monkeypatch.setattr(ProcessLocalGroup, "_start_coll", recorded_start)
         monkeypatch.setattr(Pair, "buffer", recorded_buffer)
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch import HeadTail
 from tests.distributed.recorder import Record, Recorder
 from tests.distributed.reference import Mask, Problem
 from tests.distributed.sharded import SEQUENCE, distribute, distributed_inputs
@@ -23,7 +24,7 @@ def recorder(monkeypatch):
 
 
 def traffic(
-    recorder: Recorder, problem: Problem, world_size: int, needs=(True,) * 3
+    recorder: Recorder, problem: Problem, world_size: int, needs=(True,) * 3, **options
 ) -> list[tuple[Record, Record, cp_dispatch.Plan]]:
     """Records of forward and backward, and the plan, for every rank."""
 
@@ -38,7 +39,7 @@ def traffic(
             torch.autograd.grad(output, [x for x in inputs if x.requires_grad], grad)
         return forward, backward, plan
 
-    with cp_dispatch.enabled():
+    with cp_dispatch.enabled(**options):
         return run_threads(world_size, rank_body)
 
 
@@ -142,6 +143,38 @@ def test_nothing_but_shifts_of_the_ring(recorder, causal):
             assert record.collectives == ["AllToAllBase"] * len(record.sent)
     for which in (0, 1):
         assert len({len(record[which].sent) for record in records}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_mirrored_ring_exchanges_halves_before_and_after(recorder, world_size, dtype):
+    """One message each way with the mirror rank, none for the rank in the middle."""
+    problem = Problem(heads=4, key_heads=2, length=12 * world_size, causal=True, dtype=dtype)
+    records = traffic(recorder, problem, world_size, schedule="mirrored_ring")
+    for rank, (forward, backward, plan) in enumerate(records):
+        assert plan.schedule == "mirrored_ring"
+        planned = [[transfer.bytes for transfer in part] for part in plan.transfers(rank)]
+        assert forward.sent == planned[0] == forward.received[:1] + planned[0][1:]
+        assert sorted(backward.sent) == sorted(planned[1])
+        rows = problem.batch * 6 * problem.dim * dtype.itemsize  # of one head's half shard
+        middle = 2 * rank == world_size - 1
+        assert forward.sent[0] == (0 if middle else rows * (4 + 2 + 2))
+        assert backward.sent[-1] == forward.sent[0]
+        assert len(forward.sent) == world_size + 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_head_tail_sends_every_shard_around(recorder, world_size):
+    """Some rank needs every key at every hop, and nothing else travels."""
+    length = 8 * world_size
+    problem = Problem(length=length, causal=True)
+    layout = HeadTail(length, world_size)
+    one = shard_bytes(problem, 8)
+    for rank, (forward, _, plan) in enumerate(
+        traffic(recorder, problem, world_size, layout=layout)
+    ):
+        assert forward.sent == [one] * (world_size - 1)
+        assert plan.bytes_sent(rank) == sum(forward.sent)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch import HeadTail, PerDocumentHeadTail
 from tests.distributed.calls import only
+from tests.distributed.permuted import balancers, permuted, run_permuted
 from tests.distributed.reference import (
     Mask,
     Problem,
@@ -27,48 +28,6 @@ WORLD_SIZES = (2, 3, 4, 8)
 KERNELS = ("cpu_flash", "math")
 
 
-def permuted(tensor, index, dim):
-    """``tensor`` with its rows along ``dim`` in the order of ``index`` ``(1 or B, S)``."""
-    if index.size(0) == 1:
-        return tensor.index_select(dim, index[0])
-    rows = [x.index_select(dim - 1, i) for x, i in zip(tensor, index, strict=True)]
-    return torch.stack(rows)
-
-
-def run(problem, balancer, mesh, *, mask_placements=None, placements=None):
-    """Output, dQ, dK, dV and the bias's gradient in natural order, computed on permuted data.
-
-    What is sharded along the sequence is permuted first, the mask too.
-    """
-    placements = placements or [Shard(2)] + [Replicate()] * (mesh.ndim - 1)
-    *tensors, grad = (permuted(x, balancer.indices, 2) for x in problem.tensors())
-    inputs = [distribute(x, mesh, placements).requires_grad_() for x in tensors]
-    mask = problem.attn_mask()
-    masks = []
-    order = [p.dim for p in mask_placements or () if p in (Shard(2), Shard(3))]
-    if mask is not None:
-        moved = mask.detach()
-        for dim in order:
-            moved = permuted(moved, balancer.indices, dim) if moved.size(dim) > 1 else moved
-        if mask_placements is not None:
-            moved = distribute(moved, mesh, mask_placements)
-        masks = [moved.requires_grad_(mask.requires_grad)]
-    with cp_dispatch.enabled(layout=balancer):
-        output = problem.attend(*inputs, *masks)
-    assert output.placements == tuple(placements)
-    wanted = [x for x in (*inputs, *masks) if x.requires_grad]
-    grads = torch.autograd.grad(output, wanted, distribute(grad, mesh, placements))
-    results = [
-        permuted(x.full_tensor().detach(), balancer.inverse, 2) for x in (output, *grads[:3])
-    ]
-    for x in grads[3:]:
-        whole = x.full_tensor()
-        for dim in order:
-            whole = permuted(whole, balancer.inverse, dim) if whole.size(dim) > 1 else whole
-        results.append(whole)
-    return results
-
-
 def judge(problem, balancer, world_size, kernel=None, shape=None, **how) -> None:
     tensors = problem.tensors()
     want = exact(problem, tensors)
@@ -77,26 +36,10 @@ def judge(problem, balancer, world_size, kernel=None, shape=None, **how) -> None
 
     def rank_body(rank):
         mesh = init_device_mesh("cpu", shape or (world_size,))
-        check(run(problem, balancer, mesh, **how), want, alone, floors=floors, few=few)
+        check(run_permuted(problem, balancer, mesh, **how), want, alone, floors=floors, few=few)
 
     with only(kernel):
         run_threads(world_size, rank_body)
-
-
-def balancers(length: int, world_size: int, batch: int) -> dict:
-    first, second = length // 3, length // 5
-    rest = length - first - second
-    found = {
-        "head-tail": HeadTail(length, world_size),
-        "documents": PerDocumentHeadTail([first, second, rest], world_size),
-        "documents of each row": PerDocumentHeadTail(
-            [[length - row, row] if row else [length] for row in range(batch)], world_size
-        ),
-    }
-    if length % (4 * world_size) == 0:
-        work = list(range(1, 4 * world_size + 1))
-        found["blocks"] = BlockBalanced(work, world_size, length // (4 * world_size))
-    return found
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -119,9 +62,6 @@ def test_other_dtypes(kind, dtype):
     judge(problem, balancers(256, 4, 2)[kind], 4, "cpu_flash")
 
 
-DOCUMENTS = [37, 91, 128]
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mask", [
     Mask("qk"), Mask("b11k"), Mask("1hqk", blind=True), Mask("bhqk", None),
@@ -138,7 +78,7 @@ def test_masks_go_by_true_positions(kind, mask, kernel):
     wheres = [[Replicate()]]
     if not mask.needs_grad:
         wheres.append(None)
-    if len(mask.shape) == 4:
+    if len(mask.shape) == 4 and (mask.shape[0] == "b" or balancer.rows == 1):
         wheres += [[Shard(dim)] for dim in (2, 3) if mask.shape[dim] != "1"]
     for where in wheres:
         judge(problem, balancer, 4, kernel, mask_placements=where)
@@ -156,13 +96,14 @@ def test_meshes(kind, shape, placements):
     judge(problem, balancer, 4, "cpu_flash", shape, placements=placements)
 
 
-def test_dropout_goes_by_true_positions():
+def test_dropout_goes_by_true_positions(monkeypatch):
     """The coins are those of natural order."""
+    # Ranks in threads share a generator; processes draw one seed because each has its own.
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(1234))
     problem = Problem(length=48, dim=8, causal=True, dtype=torch.float64)
     query, key, value, _ = problem.tensors()
 
     def attend(mesh, order, **options):
-        torch.manual_seed(3)
         inputs = [
             distribute(x.index_select(2, order), mesh, [Shard(2)]) for x in (query, key, value)
         ]
@@ -228,6 +169,9 @@ def test_refusals():
         refused(fits, whole, "no telling", is_causal=True)
         mask = distribute(torch.ones(48, 48, dtype=torch.bool), mesh, [Shard(1)])
         refused(fits, [sharded[0], *whole[1:]], "sharded on its keys", attn_mask=mask)
+        rows = distribute(torch.ones(1, 1, 48, 48, dtype=torch.bool), mesh, [Shard(2)])
+        own = PerDocumentHeadTail([[8, 40], [40, 8]], 2)
+        refused(own, sharded, "a row of the batch of its own", attn_mask=rows)
         with cp_dispatch.enabled(layout=fits):  # where the order does not matter
             torch.nn.functional.scaled_dot_product_attention(sharded[0], *whole[1:])
             torch.nn.functional.scaled_dot_product_attention(*whole)

@@ -9,8 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans, natural
+from cp_dispatch.layouts import (
+    Geometry,
+    HeadTail,
+    PerDocumentHeadTail,
+    Span,
+    Tile,
+    chunk_spans,
+    laid_out,
+    natural,
+)
 from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.schedules import mirrored_ring
 
 lengths = st.integers(1, 24)
 world_sizes = st.integers(1, 9)
@@ -109,6 +119,60 @@ def test_causal_tiles_are_square_and_only_in_causal_geometries(geometry):
 def test_known_tiles(query, key, tiles):
     geometry = Geometry(((query,),), ((key,),), causal=True)
     assert [tile[:5] for tile in geometry.tiles(0, 0)] == tiles
+
+
+@given(st.integers(1, 60), world_sizes, st.booleans(), st.data())
+def test_balancers_are_painted_once_too(length, world_size, causal, data):
+    """Also with a layout of its own for each row of the batch."""
+    cut = data.draw(st.integers(0, length - 1))
+    documents = [length - cut, cut] if cut else [length]
+    for balancer in (
+        HeadTail(length, world_size),
+        PerDocumentHeadTail([documents, documents[::-1], [length]], world_size),
+    ):
+        geometry = laid_out(length, length, (world_size,), causal, balancer)
+        rows = getattr(geometry, "rows", (geometry,))
+        for row in rows:
+            mask = torch.ones(length, length, dtype=int)
+            assert torch.equal(painted(row), mask.tril() if causal else mask)
+        for rank in range(world_size):
+            for owner in range(world_size):
+                tiles = geometry.tiles_of(rank, owner, 1, len(rows)) if len(rows) > 1 else ()
+                expected = [
+                    t._replace(row=i) for i, r in enumerate(rows[1:]) for t in r.tiles(rank, owner)
+                ]
+                assert list(tiles) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_head_tail_is_the_whole_block_and_then_halves(world_size):
+    """As many rows times keys at every hop on every rank, in one kernel call."""
+    half = 3
+    length = 2 * half * world_size
+    geometry = laid_out(length, length, (world_size,), True, HeadTail(length, world_size))
+    mirrored = mirrored_ring.geometry(length, length, (world_size,), True, None)
+    for rank in range(world_size):
+        for owner in range(world_size):
+            (tile,) = [tile[:5] for tile in geometry.tiles(rank, owner)]
+            if owner == rank:
+                assert tile == (0, 2 * half, 0, 2 * half, True)
+            elif owner < rank:
+                assert tile == (0, 2 * half, 0, half, False)
+            else:
+                assert tile == (half, half, 0, 2 * half, False)
+            work = [t.query_length * t.key_length for t in mirrored.tiles(rank, owner)]
+            assert sum(work) == (4 if owner == rank else 2) * half**2 and len(work) == 1
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_mirrored_pieces_are_head_tail_pairs_of_the_mirror(world_size):
+    length = 6 * world_size
+    geometry = mirrored_ring.geometry(length, length, (world_size,), True, None)
+    assert torch.equal(painted(geometry), torch.ones(length, length, dtype=int).tril())
+    for rank, own in enumerate(geometry.query_spans):
+        mine = {p for span in chunk_spans(length, (world_size,))[rank] for p in positions([span])}
+        kept = mine & set(positions(own))
+        assert len(kept) == (6 if 2 * rank == world_size - 1 else 3)
 
 
 def test_full_mask_is_one_tile_of_the_two_shards():

@@ -1,0 +1,170 @@
+"""Permuted and self-balanced attention on 2 and up to 4 GPUs, against float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import cp_dispatch
+from tests.distributed.calls import only
+from tests.distributed.permuted import balancers, run_permuted
+from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
+from tests.distributed.sharded import run_sharded
+from tests.distributed.spawn import Env, run_cases
+
+GPUS = torch.cuda.device_count()
+WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+
+KERNELS = ("flash", "efficient", "cudnn", "math")
+BF16 = torch.bfloat16
+
+
+def judge(problem: Problem, device, kernel: str, got) -> None:
+    tensors = problem.tensors(device)
+    floors, few = rounding(problem, tensors)
+    single = yardstick(problem, tensors, kernel)
+    check(got, exact(problem, tensors), single, floors=floors, few=few)
+
+
+def laid_out(
+    env: Env, kernel: str, kind: str, length: int, heads: int, mask=None, where=None, **how
+):
+    problem = Problem(batch=2, heads=heads, length=length, dim=64, dtype=BF16, mask=mask, **how)
+    balancer = balancers(length, env.world_size, 2)[kind]
+    with only(kernel):
+        got = run_permuted(problem, balancer, env.mesh(), mask_placements=where)
+    judge(problem, env.device, kernel, got)
+
+
+def mirrored(env: Env, kernel: str, heads: int, key_heads: int, length: int, **how) -> None:
+    problem = Problem(
+        batch=2, heads=heads, key_heads=key_heads, length=length, causal=True, dtype=BF16, **how
+    )
+    tensors = problem.tensors(env.device)
+    with cp_dispatch.enabled(schedule="mirrored_ring"):
+        got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
+    judge(problem, env.device, kernel, got)
+
+
+def two_mesh_dims(env: Env, placements, kind: str) -> None:
+    problem = Problem(batch=4, heads=8, length=512, dim=64, causal=True, dtype=BF16)
+    ranks = 4 if placements.count(Shard(2)) == 2 else 2
+    mesh = env.mesh(2, 2, names=("a", "b"))
+    balancer = balancers(512, ranks, 4)[kind]
+    with only("flash"):
+        got = run_permuted(problem, balancer, mesh, placements=placements)
+    judge(problem, env.device, "flash", got)
+
+
+def large_enough_to_pay(env: Env) -> None:
+    """By itself, without a wish."""
+    problem = Problem(
+        batch=1,
+        heads=16,
+        key_heads=4,
+        length=8192 * env.world_size,
+        dim=128,
+        causal=True,
+        dtype=BF16,
+    )
+    tensors = problem.tensors(env.device)
+    with cp_dispatch.enabled(), only("cudnn"):
+        from torch.distributed.tensor import DTensor
+
+        local = [
+            DTensor.from_local(x[:, :, :8192].contiguous(), env.mesh(), [Shard(2)])
+            for x in tensors[:3]
+        ]
+        plan = cp_dispatch.explain(*local, is_causal=True, enable_gqa=True)
+        assert plan.schedule == "mirrored_ring", plan
+        got = run_sharded(problem, tensors, env.mesh(), needs=(False,) * 3)
+    with cp_dispatch.enabled(schedule="natural_ring"), only("cudnn"):
+        plain = run_sharded(problem, tensors, env.mesh(), needs=(False,) * 3)
+    # Both round partial outputs to bfloat16, in another order.
+    error = (got[0].double() - plain[0].double()).norm() / plain[0].double().norm()
+    assert error < 2 * torch.finfo(BF16).eps, error
+
+
+CASES = {"mirrored by itself": large_enough_to_pay}
+for _kernel in KERNELS:
+    for _kind in ("head-tail", "documents", "documents of each row", "blocks"):
+        for _length in (512, 1000) if _kind == "head-tail" else (512,):
+            for _causal in (True, False):
+                CASES[f"{_kernel} {_kind} {_length} causal={_causal}"] = functools.partial(
+                    laid_out, kernel=_kernel, kind=_kind, length=_length, heads=4, causal=_causal
+                )
+    CASES[f"{_kernel} odd head-tail"] = functools.partial(
+        laid_out, kernel=_kernel, kind="head-tail", length=251, heads=3, causal=True
+    )
+    for _heads, _key_heads, _length in ((8, 2, 1024), (3, 3, 512), (8, 1, 256)):
+        for _dim in (64, 128):
+            CASES[f"{_kernel} mirrored {_heads}/{_key_heads} {_length} {_dim}"] = functools.partial(
+                mirrored,
+                kernel=_kernel,
+                heads=_heads,
+                key_heads=_key_heads,
+                length=_length,
+                dim=_dim,
+            )
+for _kernel in ("efficient", "cudnn", "math"):
+    for _mask in (Mask("qk"), Mask("b11k"), Mask("1hqk", blind=True), Mask("bhqk", None)):
+        for _kind in ("head-tail", "documents of each row"):
+            for _where in (None, [Replicate()], [Shard(2)], [Shard(3)]):
+                _dims = [p.dim for p in _where or () if isinstance(p, Shard)]
+                if _dims and (len(_mask.shape) < 4 or _mask.shape[_dims[0]] == "1"):
+                    continue
+                if _dims and _mask.shape[0] == "1" and _kind != "head-tail":
+                    continue
+                _name = f"{_kernel} {_kind} mask {_mask.shape} {_mask.dtype} {_where}"
+                CASES[_name] = functools.partial(
+                    laid_out,
+                    kernel=_kernel,
+                    kind=_kind,
+                    length=512,
+                    heads=4,
+                    mask=_mask,
+                    where=_where,
+                )
+for _shape in ("1hqk", "b11k", "11q1"):
+    CASES[f"math bias gradient {_shape}"] = functools.partial(
+        laid_out, kernel="math", kind="head-tail", length=256, heads=4,
+        mask=Mask(_shape, None, needs_grad=True), where=[Replicate()],
+    )  # fmt: skip
+_FOUR = {}
+for _kind in ("head-tail", "documents of each row"):
+    for _placements in (
+        [Shard(0), Shard(2)], [Shard(2), Shard(1)], [Shard(2), Shard(2)], [Shard(2), Shard(0)],
+    ):  # fmt: skip
+        _FOUR[f"{_kind} on {_placements}"] = functools.partial(
+            two_mesh_dims, placements=_placements, kind=_kind
+        )
+CASES |= _FOUR
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
+def outcomes(request) -> dict[str, str]:
+    size = request.param
+    asked = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if getattr(item, "callspec", None)
+        and item.callspec.params.get("outcomes") == size
+        and item.module is request.module
+    ]
+    names = [name for name in asked if size == 4 or name not in _FOUR]
+    return run_cases(__name__, names, size, "nccl", case_timeout=60)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda(outcomes, case):
+    if case not in outcomes:
+        pytest.skip("needs 4 GPUs")
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"
