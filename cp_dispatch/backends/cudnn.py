@@ -1,6 +1,7 @@
 """cuDNN attention, on CUDA."""
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch._compat import cudnn_logsumexp_ndim
@@ -15,22 +16,43 @@ class Cudnn(Backend):
     devices = ("cuda",)
 
     def _forward(self, query, key, value, bias, causal, scale):
+        single = _single_pair(query, key)
+        if single:
+            query, causal = _twice(query), False
         out = aten._scaled_dot_product_cudnn_attention(
             query, key, value, _whole(bias, key), True, 0.0, causal, False, scale=scale
         )
-        logsumexp = out[1]
-        return out[0], logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
+        output, logsumexp = out[0], out[1]
+        logsumexp = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
+        return (output[:, :, :1], logsumexp[:, :, :1]) if single else (output, logsumexp)
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
+        single = _single_pair(query, key)
+        if single:
+            # A second row without a gradient has no share in anything.
+            grad_output, causal = F.pad(grad_output, (0, 0, 0, 1)), False
+            query, output, logsumexp = map(_twice, (query, output, logsumexp))
+        # The kernel takes them for contiguous.
+        logsumexp = logsumexp.contiguous()
         if cudnn_logsumexp_ndim() == 4:
             logsumexp = logsumexp.unsqueeze(-1)
         # Dropout is off, so the kernel reads no random state.
         unused = query.new_empty((), dtype=torch.int64)
-        return aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             grad_output, query, key, value, output, logsumexp, unused, unused,
             _whole(bias, key), None, None, query.size(2), key.size(2), 0.0, causal,
             scale=scale,
         )  # fmt: skip
+        return dq[:, :, :1] if single else dq, dk, dv
+
+
+def _single_pair(query, key) -> bool:
+    """One row and one key, the only lengths that cuDNN refuses."""
+    return query.size(2) == 1 and key.size(2) == 1
+
+
+def _twice(tensor):
+    return torch.cat((tensor, tensor), dim=2)
 
 
 def _whole(bias, key):

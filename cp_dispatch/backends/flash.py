@@ -21,10 +21,10 @@ class Flash(Backend):
         return out[0], out[1]
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
-        # Dropout is off, so the kernel reads no random state.
+        # The kernel takes the logsumexp for contiguous. Dropout is off, so the kernel reads no random state.
         unused = query.new_empty(2, dtype=torch.uint64)
         return aten._scaled_dot_product_flash_attention_backward(
-            grad_output, query, key, value, output, logsumexp,
+            grad_output, query, key, value, output, logsumexp.contiguous(),
             None, None, query.size(2), key.size(2), 0.0, causal, unused, unused[0],
             scale=scale,
         )  # fmt: skip
