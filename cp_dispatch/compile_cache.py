@@ -1,10 +1,10 @@
 """Keeping torch.compile's caches on disk apart by what cp_dispatch does to a graph.
 
 The keys of those caches see the call of scaled_dot_product_attention and not the override that
-stands before it, nor the process groups whose names a traced graph holds; both can differ between
-runs, and between ranks that share a cache. ``torch.compiler.config.cache_key_tag`` is part of every
-key, so the tag carries them: the options while enabled, and from the first trace on, which comes
-before the key is made, the groups that traces have used.
+stands before it, nor torch's switches of backends, nor the process groups whose names a traced graph
+holds; all can differ between runs, and between ranks that share a cache. ``torch.compiler.config.cache_key_tag`` is part of every
+key, so the tag carries them: the options while enabled and, from each trace on, which comes
+before the key is made, the switches and the groups that traces have used.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dispatch._compat import disable_current_modes, resolve_group
+from cp_dispatch.choose import sdp_flags
 from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 
 _MARK = "|cp_dispatch:"
@@ -25,13 +26,14 @@ def tag(state: object | None) -> None:
     """Put ``state`` and the groups into the tag; None removes what was put."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None:
-        text = repr((FORWARD_SCHEMA, BACKWARD_SCHEMA, state, sorted(_groups)))
+        text = repr((FORWARD_SCHEMA, BACKWARD_SCHEMA, state, sdp_flags(), sorted(_groups)))
         own += _MARK + hashlib.sha256(text.encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = own
 
 
 def note_group(group_name: str, state: object) -> None:
-    """A trace uses a group: its name, its ranks and this rank's place in it enter the tag."""
+    """A trace uses a group: its name, its ranks and this rank's place in it enter the tag, and
+    the switches as they are now."""
     if group_name:
         with disable_current_modes():
             ranks = tuple(dist.get_process_group_ranks(resolve_group(group_name)))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+
+from cp_dispatch.errors import ContextParallelError
+
+
+#: Blocks of a CUDA grid in its second and third dim.
+CUDA_GRID = 65535
 
 
 class Backend:
@@ -32,6 +38,8 @@ class Backend:
     mask_gradient: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
+    #: The most rows of the batch, and the most heads, of one kernel call: sizes of a CUDA grid.
+    largest_grid: ClassVar[int | None] = None
 
     def forward(
         self,
@@ -49,6 +57,12 @@ class Backend:
         broadcasts to ``(B, H, Sq, Sk)``. Never together with ``causal``. ``dropout`` holds the
         factors ``(B, H, Sq, Sk)`` of the probabilities, for backends that take them.
         """
+        parts = self._parts(query, key)
+        if parts is not None:
+            results = [
+                self.forward(*_cut(part, query, key, value, mask), causal, scale) for part in parts
+            ]
+            return tuple(torch.cat(x, parts[0].dim) for x in zip(*results, strict=True))
         bias = self._bias(mask, query.dtype)
         key, value = self._wide_heads(query, key), self._wide_heads(query, value)
         extra = (dropout,) if self.takes_dropout else ()
@@ -79,6 +93,16 @@ class Backend:
         ``output`` and ``logsumexp`` are those of the rows over *all* keys, which makes every
         block's share exact on its own. The share of the bias is ``(B, H, Sq, Sk)``.
         """
+        parts = self._parts(query, key)
+        if parts is not None:
+            results = []
+            for part in parts:
+                *rest, part_mask = _cut(
+                    part, query, key, value, grad_output, output, logsumexp, mask
+                )
+                q, k, v, go, out, lse = rest
+                results.append(self.backward(go, q, k, v, out, lse, part_mask, causal, scale)[:3])
+            return *(torch.cat(x, parts[0].dim) for x in zip(*results, strict=True)), None
         bias = self._bias(mask, query.dtype)
         if mask is not None:
             # exp(score - inf) is 0 for the rows that see no key at all; score + inf would be NaN.
@@ -91,6 +115,22 @@ class Backend:
         )
         dbias = rest[0] if mask_grad else None
         return dq, sum_heads(dk, groups), sum_heads(dv, groups), dbias
+
+    def _parts(self, query: Tensor, key: Tensor) -> list[_Part] | None:
+        """How to cut a call that is larger than a grid: along the batch, then along the heads."""
+        limit = self.largest_grid
+        if limit is None or (query.size(0) <= limit and query.size(1) <= limit):
+            return None
+        if query.size(0) > limit:
+            return [_Part(0, i, limit, 1) for i in range(0, query.size(0), limit)]
+        groups = query.size(1) // key.size(1)
+        if groups > limit:
+            raise ContextParallelError(
+                f"{self.name} takes at most {limit} query heads for a key head, got {groups}; "
+                "allow the math kernel"
+            )
+        step = limit // groups
+        return [_Part(1, i, step, groups) for i in range(0, key.size(1), step)]
 
     def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
         groups = 1 if self.grouped_heads else query.size(1) // tensor.size(1)
@@ -126,6 +166,28 @@ class Backend:
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         raise NotImplementedError
+
+
+class _Part(NamedTuple):
+    """Key rows ``[start, start + length)`` of ``dim``, batch or heads, and ``groups`` times as
+    many of whatever has the query's heads."""
+
+    dim: int
+    start: int
+    length: int
+    groups: int
+
+
+def _cut(part: _Part, query: Tensor, key: Tensor, value: Tensor, *like_query: Tensor | None):
+    def narrow(tensor, groups):
+        if tensor is None or tensor.size(part.dim) == 1:
+            return tensor
+        rows = slice(part.start * groups, (part.start + part.length) * groups)
+        return tensor[rows] if part.dim == 0 else tensor[:, rows]
+
+    key, value = narrow(key, 1), narrow(value, 1)
+    query, *like_query = (narrow(x, part.groups) for x in (query, *like_query))
+    return query, key, value, *like_query
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch._compat import cudnn_logsumexp_ndim
-from cp_dispatch.backends.base import Backend, aligned
+from cp_dispatch.backends.base import CUDA_GRID, Backend, aligned
 
 aten = torch.ops.aten
 
@@ -14,6 +14,7 @@ class Cudnn(Backend):
     name = "cudnn"
     sdp_backend = SDPBackend.CUDNN_ATTENTION
     devices = ("cuda",)
+    largest_grid = CUDA_GRID
 
     def _forward(self, query, key, value, bias, causal, scale):
         single = _single_pair(query, key)

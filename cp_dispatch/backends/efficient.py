@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch.backends.base import Backend, aligned
+from cp_dispatch.backends.base import CUDA_GRID, Backend, aligned
 
 aten = torch.ops.aten
 
@@ -17,6 +17,7 @@ class Efficient(Backend):
     name = "efficient"
     sdp_backend = SDPBackend.EFFICIENT_ATTENTION
     devices = ("cuda",)
+    largest_grid = CUDA_GRID
     grouped_heads = False
 
     def _forward(self, query, key, value, bias, causal, scale):

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch.backends.base import Backend
+from cp_dispatch.backends.base import CUDA_GRID, Backend
 
 aten = torch.ops.aten
 
@@ -12,6 +12,7 @@ class Flash(Backend):
     name = "flash"
     sdp_backend = SDPBackend.FLASH_ATTENTION
     devices = ("cuda",)
+    largest_grid = CUDA_GRID
     head_dim_multiple = 8
 
     def _forward(self, query, key, value, bias, causal, scale):

@@ -175,3 +175,32 @@ def test_aligned_copies_only_what_starts_off_16_bytes():
     assert aligned(odd).data_ptr() % 16 == 0
     assert torch.equal(aligned(odd), odd)
     assert aligned(row) is row
+
+
+@pytest.mark.parametrize(
+    "mask_shape", [None, (1, 1, 6, 9), (5, 1, 1, 9), (1, 8, 1, 9), (5, 8, 6, 9)]
+)
+@pytest.mark.parametrize("limit", [3, 4, 7])
+def test_calls_larger_than_a_grid_go_in_parts(monkeypatch, limit, mask_shape):
+    """Along the batch, the heads or both; grouped heads stay with theirs."""
+    kernel = BACKENDS["cpu_flash"]
+    query, grad = torch.randn(5, 8, 6, 16), torch.randn(5, 8, 6, 16)
+    key, value = torch.randn(5, 4, 9, 16), torch.randn(5, 4, 9, 16)
+    mask = None if mask_shape is None else torch.rand(mask_shape) > 0.3
+    whole = kernel.forward(query, key, value, mask, False, 0.3)
+    wanted = kernel.backward(grad, query, key, value, *whole, mask, False, 0.3)
+    calls = []
+    inner = type(kernel)._forward
+
+    def counted(self, query, *rest):
+        calls.append(query.shape[:2])
+        return inner(self, query, *rest)
+
+    monkeypatch.setattr(type(kernel), "largest_grid", limit)
+    monkeypatch.setattr(type(kernel), "_forward", counted)
+    parts = kernel.forward(query, key, value, mask, False, 0.3)
+    assert len(calls) > 1 and all(max(shape) <= limit for shape in calls)
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+    got = kernel.backward(grad, query, key, value, *whole, mask, False, 0.3)
+    for mine, true in zip(got[:3], wanted[:3], strict=True):
+        torch.testing.assert_close(mine, true)
