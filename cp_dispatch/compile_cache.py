@@ -1,10 +1,11 @@
 """Keeping torch.compile's caches on disk apart by what cp_dispatch does to a graph.
 
 The keys of those caches see the call of scaled_dot_product_attention and not the override that
-stands before it, nor torch's switches of backends, nor the process groups whose names a traced graph
-holds; all can differ between runs, and between ranks that share a cache. ``torch.compiler.config.cache_key_tag`` is part of every
-key, so the tag carries them: the options while enabled and, from each trace on, which comes
-before the key is made, the switches and the groups that traces have used.
+stands before it, nor torch's switches of backends, nor the process groups whose names a traced
+graph holds; all can differ between runs, and between ranks that share a cache.
+``torch.compiler.config.cache_key_tag`` is part of every key, so the tag carries them: the options
+while enabled and, from each trace on, which comes before the key is made, the switches and the
+groups that traces have used.
 """
 
 from __future__ import annotations

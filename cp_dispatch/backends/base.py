@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend
 
 from cp_dispatch.errors import ContextParallelError
 
-
 #: Blocks of a CUDA grid in its second and third dim.
 CUDA_GRID = 65535
 

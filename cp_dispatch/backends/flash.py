@@ -22,7 +22,7 @@ class Flash(Backend):
         return out[0], out[1]
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
-        # The kernel takes the logsumexp for contiguous. Dropout is off, so the kernel reads no random state.
+        # The kernel takes the logsumexp for contiguous, and reads no random state without dropout.
         unused = query.new_empty(2, dtype=torch.uint64)
         return aten._scaled_dot_product_flash_attention_backward(
             grad_output, query, key, value, output, logsumexp.contiguous(),

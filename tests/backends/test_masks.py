@@ -203,7 +203,7 @@ def one_kernel_per_tile(backend, tensors, mask, scale, world_size, causal=False)
             shares = backward_block(
                 job, grad_output[:, :, rows], query[:, :, rows], *part, out, lse, todo, dq, own
             )
-            for dk, dv, start in shares:
+            for dk, dv, start, _ in shares:
                 at = owned[1][owner].start + start
                 for grad, share in zip(sums, (dk, dv), strict=True):
                     grad[:, :, at : at + share.size(2)] += share
