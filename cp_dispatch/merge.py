@@ -17,8 +17,6 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from cp_dispatch.backends import wide_dtype
-
 
 def merge_partials(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
@@ -69,78 +67,3 @@ def token_major(batch: int, heads: int, length: int, dim: int, like: Tensor, dty
     then agrees with every shard, also where a batch of 1 makes strides ambiguous.
     """
     return like.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
-
-
-class OutputAccumulator:
-    """Collects the partial outputs of one shard's rows.
-
-    The first partial result is kept as the kernel made it and the last merge writes the final
-    dtype, so that a ring of W hops does W - 1 merges and no other pass over the output.
-    """
-
-    def __init__(
-        self,
-        query: Tensor,
-        value_dim: int,
-        tiles: int,
-        dtype: torch.dtype,
-        lse_dtype: torch.dtype,
-    ):
-        self._like = query
-        self._lse_dtype = lse_dtype
-        self._dtype = dtype
-        self._shape = (query.size(0), query.size(1), query.size(2), value_dim)
-        self._wide = wide_dtype(dtype)
-        self._left = tiles
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
-
-    def add(self, out: Tensor, lse: Tensor, start: int, row: int | None = None) -> None:
-        """Merge the partial ``out``, ``lse`` of the rows from ``start`` on, of one batch row or,
-        with ``row`` None, of all."""
-        self._left -= 1
-        whole = out.size(2) == self._shape[2] and out.size(0) == self._shape[0]
-        if self._out is None and whole:
-            self._out, self._lse = out, lse
-            return
-        if whole:
-            dtype = self._dtype if self._left == 0 else self._wide
-            target, target_lse = self._out, self._lse
-            if dtype is not self._out.dtype or self._left == 0:
-                target = token_major(*self._shape, like=self._like, dtype=dtype)
-                target_lse = self._empty_lse()
-            merge_partials(self._out, self._lse, out, lse, target, target_lse)
-            self._out, self._lse = target, target_lse
-            return
-        self._make_wide()
-        window = (
-            slice(None) if row is None else slice(row, row + 1),
-            slice(None),
-            slice(start, start + out.size(2)),
-        )
-        part, part_lse = self._out[window], self._lse[window]
-        merge_partials(part, part_lse, out, lse, part, part_lse)
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """``(output, logsumexp)``: in ``dtype``, token-major; in ``lse_dtype``, contiguous."""
-        if self._out is None:
-            self._make_wide()
-        out = self._out
-        final = token_major(*self._shape, like=self._like, dtype=self._dtype)
-        if out.dtype is not final.dtype or out.stride() != final.stride():
-            out = final.copy_(out)
-        return out, self._lse.to(self._lse_dtype).contiguous()
-
-    def _empty_lse(self) -> Tensor:
-        return self._like.new_empty(self._shape[:3], dtype=self._lse_dtype)
-
-    def _make_wide(self) -> None:
-        """Own a wide accumulator over all rows, holding what was there."""
-        if self._out is not None and self._out.dtype is self._wide:
-            return
-        wide = token_major(*self._shape, like=self._like, dtype=self._wide)
-        lse = self._empty_lse()
-        if self._out is None:
-            self._out, self._lse = wide.zero_(), lse.fill_(-torch.inf)
-        else:
-            self._out, self._lse = wide.copy_(self._out), lse.copy_(self._lse)

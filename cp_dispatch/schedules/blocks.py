@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from cp_dispatch.layouts import Tile, selector
-from cp_dispatch.merge import OutputAccumulator
-from cp_dispatch.schedules.gradients import KeyShare, QueryGradient
+from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
+from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job
 
 
@@ -30,7 +30,7 @@ def forward_block(
             job.scale,
             _dropout_factors(job, tile_query, tile),
         )
-        result.add(out, lse, tile.query_start, tile.row)
+        result.add(out, lse, tile)
 
 
 def backward_block(
@@ -62,7 +62,7 @@ def backward_block(
             _dropout_factors(job, tile_query, tile),
             mask_grad is not None,
         )
-        query_grad.add(dq, tile.query_start, tile.row)
+        query_grad.add(dq, tile)
         shares.append(KeyShare(dk, dv, tile.key_start, tile.row))
         if mask_grad is not None:
             _add_mask_tile(job, mask_grad, tile, dbias)

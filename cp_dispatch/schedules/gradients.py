@@ -35,51 +35,6 @@ def _window(total: Tensor, start: int, share: Tensor, row: int | None) -> Tensor
     return total[:, :, rows] if row is None else total[row : row + 1, :, rows]
 
 
-class QueryGradient:
-    """dQ of this rank's rows, from ``shares`` shares.
-
-    The first share is kept as the kernel made it and the last addition writes the final dtype.
-    """
-
-    def __init__(self, query: Tensor, shares: int):
-        self._query = query
-        self._left = shares
-        self._sum: Tensor | None = None
-
-    def add(self, share: Tensor, start: int, row: int | None = None) -> None:
-        """Add the share of the rows from ``start`` on, of one batch row or, with None, of all."""
-        self._left -= 1
-        whole = share.shape[:3] == self._query.shape[:3]
-        if self._sum is None and whole:
-            self._sum = share
-            return
-        self._widen()
-        if whole and self._left == 0:
-            self._sum = torch.add(self._sum, share, out=self._final())
-        else:
-            _window(self._sum, start, share, row).add_(share)
-
-    def finish(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum in query's dtype or another, token-major."""
-        final = self._final(dtype)
-        if self._sum is None:
-            return final.zero_()
-        if self._sum.dtype is final.dtype and self._sum.stride() == final.stride():
-            return self._sum
-        return final.copy_(self._sum)
-
-    def _final(self, dtype: torch.dtype | None = None) -> Tensor:
-        return token_major(*self._query.shape, like=self._query, dtype=dtype)
-
-    def _widen(self) -> None:
-        wide = wide_dtype(self._query.dtype)
-        if self._sum is not None and self._sum.dtype is wide:
-            return
-        first = self._sum
-        self._sum = token_major(*self._query.shape, like=self._query, dtype=wide)
-        self._sum.zero_() if first is None else self._sum.copy_(first)
-
-
 class TravellingGradient:
     """dK and dV of the keys at hand: received, added to, passed on.
 

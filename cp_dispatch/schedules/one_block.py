@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.layouts import Geometry, RowGeometry, Span, chunk_spans, of_spans
-from cp_dispatch.merge import OutputAccumulator, token_major
+from cp_dispatch.layouts import Geometry, RowGeometry, Span, Tile, chunk_spans, of_spans
+from cp_dispatch.merge import token_major
+from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient, mask_gradient
+from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 
 
@@ -51,15 +52,17 @@ class _OneBlock:
         merging = self.queries_are_whole and job.ring is not None
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
         own_dtype = wide_dtype(dtype) if merging else dtype
-        result = OutputAccumulator(query, value.size(-1), len(tiles), own_dtype, lse_dtype)
+        result = OutputAccumulator(query, value.size(-1), tiles, own_dtype, lse_dtype)
         forward_block(job, query, key, value, tiles, result)
         output, logsumexp = result.finish()
         if not merging:
             return output, logsumexp
-        result = OutputAccumulator(query, value.size(-1), job.ring.world_size, dtype, lse_dtype)
+        rows = Tile(0, query.size(2), 0, 0, False, (), ())
+        every = [rows] * job.ring.world_size
+        result = OutputAccumulator(query, value.size(-1), every, dtype, lse_dtype)
         parts = job.ring.all_gather(output.transpose(1, 2)), job.ring.all_gather(logsumexp)
         for part, part_lse in zip(*parts, strict=True):
-            result.add(part.transpose(1, 2), part_lse, 0)
+            result.add(part.transpose(1, 2), part_lse, rows)
         return result.finish()
 
     def backward(
@@ -78,17 +81,16 @@ class _OneBlock:
         tiles = self._tiles(job, query)
         summing_queries = self.queries_are_whole and job.ring is not None
         summing_keys = not self.queries_are_whole and job.ring is not None
-        # A sum over the ranks is rounded once, so its parts stay wide: one share more than there
-        # are keeps the accumulator from writing the final dtype.
-        query_grad = QueryGradient(query, len(tiles) + summing_queries)
+        # A sum over the ranks is rounded once, so its parts stay wide.
+        wide = wide_dtype(query.dtype) if summing_queries else None
+        query_grad = QueryGradient(query, tiles, wide)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
         shares = backward_block(
             job, grad_output, query, key, value, output, logsumexp, tiles, query_grad, grad_mask
         )
+        dq = query_grad.finish()
         if summing_queries:
-            dq = _summed(query_grad.finish(wide_dtype(query.dtype)), query.dtype, job.ring)
-        else:
-            dq = query_grad.finish()
+            dq = _summed(dq, query.dtype, job.ring)
         if not key_grad:
             return dq, None, None, grad_mask
         own = TravellingGradient(key, value, job.geometry, job.rank, None)

@@ -25,9 +25,9 @@ import contextlib
 from torch import Tensor
 
 from cp_dispatch.layouts import Tile, laid_out
-from cp_dispatch.merge import OutputAccumulator
+from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.gradients import QueryGradient, TravellingGradient, mask_gradient
+from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
 
@@ -47,7 +47,7 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     hops = _hops(job, query)
     dtype = job.backend.output_dtype(query.dtype)
     lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-    result = OutputAccumulator(query, value.size(-1), sum(map(len, hops)), dtype, lse_dtype)
+    result = OutputAccumulator(query, value.size(-1), sum(hops, ()), dtype, lse_dtype)
     keys = TravellingKeys(key, value, job)
     for tiles in hops:
         with keys.moving_on():
@@ -71,7 +71,7 @@ def backward(
     ``key_grad=False`` computes dQ alone, and no dK/dV travel. Shapes as in :func:`forward`.
     """
     hops = _hops(job, query)
-    query_grad = QueryGradient(query, sum(map(len, hops)))
+    query_grad = QueryGradient(query, sum(hops, ()))
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
     keys = TravellingKeys(key, value, job)
     travelling = None

@@ -6,7 +6,7 @@ import torch
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.layouts import natural
-from cp_dispatch.merge import OutputAccumulator
+from cp_dispatch.schedules.accumulate import OutputAccumulator
 from tests.distributed.reference import Problem, check, exact, one_device
 
 CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.devices]
@@ -100,7 +100,7 @@ def test_blocks_add_up_to_the_whole(backend, name, world_size):
         result = OutputAccumulator(
             query[:, :, rows[rank]],
             value.size(-1),
-            len(tiles),
+            [tile for _, tile in tiles],
             kernel.output_dtype(query.dtype),
             kernel.logsumexp_dtype(query.dtype),
         )
@@ -114,7 +114,7 @@ def test_blocks_add_up_to_the_whole(backend, name, world_size):
                 )
             )
             block = query[:, :, at_query], key[:, :, at_key], value[:, :, at_key]
-            result.add(*kernel.forward(*block, None, tile.causal, scale), tile.query_start)
+            result.add(*kernel.forward(*block, None, tile.causal, scale), tile)
             blocks.append((tile, block, at_query, at_key))
         out, lse = result.finish()
         outputs.append(out)

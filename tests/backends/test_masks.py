@@ -6,9 +6,9 @@ import torch
 
 from cp_dispatch.backends import BACKENDS, cudnn, efficient
 from cp_dispatch.layouts import natural
-from cp_dispatch.merge import OutputAccumulator
+from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.gradients import QueryGradient, mask_gradient
+from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.job import Job
 from tests.backends.formula import BROADCASTS, Case, attention, exact, one_device
 from tests.distributed.reference import check
@@ -188,11 +188,11 @@ def one_kernel_per_tile(backend, tensors, mask, scale, world_size, causal=False)
         mine = mask[:, :, rows] if mask.size(2) > 1 else mask
         job = Job(BACKENDS[backend], geometry, scale, None, mine)
         tiles = [geometry.tiles(rank, owner) for owner in range(world_size)]
-        count = sum(map(len, tiles))
+        every = sum(tiles, ())
         dtype = job.backend.output_dtype(query.dtype)
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        result = OutputAccumulator(query[:, :, rows], value.size(-1), count, dtype, lse_dtype)
-        dq = QueryGradient(query[:, :, rows], count)
+        result = OutputAccumulator(query[:, :, rows], value.size(-1), every, dtype, lse_dtype)
+        dq = QueryGradient(query[:, :, rows], every)
         parts = [(key[:, :, columns], value[:, :, columns]) for columns in owned[1]]
         for part, todo in zip(parts, tiles, strict=True):
             forward_block(job, query[:, :, rows], *part, todo, result)

@@ -1,0 +1,220 @@
+"""Partial results of a shard's rows, put together with as few passes over memory as there can be.
+
+Tiles cover windows of rows. Between the edges of all windows lie *segments*, whose rows have the
+same history: the first partial result of a segment is kept where the kernel wrote it, what comes
+next is combined in wide precision, and the last combination writes the final dtype. Neighbours with
+one history are combined together, so that a window costs one launch wherever it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.layouts import Tile
+from cp_dispatch.merge import merge_partials, token_major
+
+
+@dataclass(eq=False)
+class _Source:
+    """Where partial results are: tensors ``(B, H, S, ...)`` whose first row is row ``start`` of
+    batch row ``row``, or of all of them for None."""
+
+    tensors: tuple[Tensor, ...]
+    start: int = 0
+    row: int | None = None
+
+    def view(self, row: int | None, start: int, stop: int) -> list[Tensor]:
+        batch = slice(None) if row is None or self.row == row else slice(row, row + 1)
+        rows = slice(start - self.start, stop - self.start)
+        return [x[batch, :, rows] for x in self.tensors]
+
+
+@dataclass(eq=False)
+class _Segment:
+    """Rows ``[start, stop)`` of one batch row or all, with ``left`` partial results to come."""
+
+    row: int | None
+    start: int
+    stop: int
+    left: int
+    source: _Source | None = None
+
+
+class _Accumulator:
+    """Subclasses say how two partial results become one and what a result's tensors are."""
+
+    def __init__(self, batch: int, length: int, tiles: Sequence[Tile]):
+        self._rows: dict[int | None, list[_Segment]] = {}
+        windows: dict[int | None, list[tuple[int, int]]] = {}
+        for tile in tiles:
+            window = tile.query_start, tile.query_start + tile.query_length
+            windows.setdefault(tile.row, []).append(window)
+        for row, own in windows.items():
+            edges = sorted({0, length, *(edge for window in own for edge in window)})
+            self._rows[row] = [
+                _Segment(row, a, b, sum(start <= a and b <= stop for start, stop in own))
+                for a, b in zip(edges, edges[1:], strict=False)
+            ]
+        self._covered = None in self._rows or len(self._rows) == batch
+        self._wide: _Source | None = None
+        self._final: _Source | None = None
+
+    def _add(self, tile: Tile, tensors: tuple[Tensor, ...]) -> None:
+        given = _Source(tensors, tile.query_start, tile.row)
+        stop = tile.query_start + tile.query_length
+        for group in self._groups(tile.row, tile.query_start, stop):
+            first, last = group[0], group[-1]
+            where = first.row, first.start, last.stop
+            held, left = first.source, first.left - 1
+            if held is None:
+                target = given
+            else:
+                target = self._target(final=left == 0)
+                self._combine(held.view(*where), given.view(*where), target.view(*where))
+            for segment in group:
+                segment.source, segment.left = target, left
+
+    def _groups(self, row, start: int, stop: int) -> Iterator[list[_Segment]]:
+        """Segments of a window, neighbours with one history together."""
+        group: list[_Segment] = []
+        for segment in self._rows[row]:
+            if segment.start < start or segment.stop > stop:
+                continue
+            if group and (segment.source, segment.left) != (group[-1].source, group[-1].left):
+                yield group
+                group = []
+            group.append(segment)
+        if group:
+            yield group
+
+    def _target(self, final: bool) -> _Source:
+        if final or self._wide_is_final():
+            if self._final is None:
+                self._final = _Source(self._empty_final())
+            return self._final
+        if self._wide is None:
+            self._wide = _Source(self._empty_wide())
+        return self._wide
+
+    def _finish(self) -> tuple[Tensor, ...]:
+        segments = [segment for own in self._rows.values() for segment in own]
+        sources = {segment.source for segment in segments}
+        if self._covered and len(sources) == 1 and None not in sources:
+            (source,) = sources
+            if source.row is None and self._is_final(source.tensors):
+                return source.tensors
+        final = self._target(final=True)
+        if not self._covered:
+            batch, _, length = final.tensors[0].shape[:3]
+            for row in set(range(batch)) - set(self._rows):
+                self._clear(final.view(row, 0, length))
+        for segment in segments:
+            where = segment.row, segment.start, segment.stop
+            if segment.source is None:
+                self._clear(final.view(*where))
+            elif segment.source is not final:
+                for into, x in zip(final.view(*where), segment.source.view(*where), strict=True):
+                    into.copy_(x)
+        return final.tensors
+
+
+class OutputAccumulator(_Accumulator):
+    """Outputs and logsumexps of the tiles of a shard's rows, merged."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        value_dim: int,
+        tiles: Sequence[Tile],
+        dtype: torch.dtype,
+        lse_dtype: torch.dtype,
+    ):
+        super().__init__(query.size(0), query.size(2), tiles)
+        self._like, self._dtype, self._lse_dtype = query, dtype, lse_dtype
+        self._shape = (*query.shape[:3], value_dim)
+
+    def add(self, out: Tensor, lse: Tensor, tile: Tile) -> None:
+        """Merge the partial ``out``, ``lse`` of a tile's rows."""
+        self._add(tile, (out, lse))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """``(output, logsumexp)``: in ``dtype``, token-major; in ``lse_dtype``, contiguous."""
+        return self._finish()
+
+    def _combine(self, held, given, target) -> None:
+        merge_partials(*held, *given, *target)
+
+    def _wide_is_final(self) -> bool:
+        return self._dtype is wide_dtype(self._dtype)
+
+    def _empty_final(self) -> tuple[Tensor, Tensor]:
+        return self._empty(self._dtype)
+
+    def _empty_wide(self) -> tuple[Tensor, Tensor]:
+        return self._empty(wide_dtype(self._dtype))
+
+    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        lse = self._like.new_empty(self._shape[:3], dtype=self._lse_dtype)
+        return token_major(*self._shape, like=self._like, dtype=dtype), lse
+
+    def _is_final(self, tensors) -> bool:
+        out, lse = tensors
+        final = out.dtype is self._dtype and lse.dtype is self._lse_dtype and lse.is_contiguous()
+        return final and out.transpose(1, 2).is_contiguous() and _plain_strides(out)
+
+    def _clear(self, tensors) -> None:
+        out, lse = tensors
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+
+class QueryGradient(_Accumulator):
+    """dQ of a shard's rows, the sum of the tiles' shares; in ``dtype`` or the query's."""
+
+    def __init__(self, query: Tensor, tiles: Sequence[Tile], dtype: torch.dtype | None = None):
+        super().__init__(query.size(0), query.size(2), tiles)
+        self._query, self._dtype = query, dtype or query.dtype
+
+    def add(self, share: Tensor, tile: Tile) -> None:
+        """Add the share of a tile's rows."""
+        self._add(tile, (share,))
+
+    def finish(self) -> Tensor:
+        """The sum, token-major."""
+        return self._finish()[0]
+
+    def _combine(self, held, given, target) -> None:
+        (held,), (given,), (target,) = held, given, target
+        if target.dtype is held.dtype or held.dtype is wide_dtype(held.dtype):
+            torch.add(held, given, out=target)
+        else:  # add would round the sum to the narrow dtype first
+            target.copy_(held).add_(given)
+
+    def _wide_is_final(self) -> bool:
+        return self._dtype is wide_dtype(self._dtype)
+
+    def _empty_final(self) -> tuple[Tensor]:
+        return (token_major(*self._query.shape, like=self._query, dtype=self._dtype),)
+
+    def _empty_wide(self) -> tuple[Tensor]:
+        wide = wide_dtype(self._dtype)
+        return (token_major(*self._query.shape, like=self._query, dtype=wide),)
+
+    def _is_final(self, tensors) -> bool:
+        (grad,) = tensors
+        final = grad.dtype is self._dtype and grad.transpose(1, 2).is_contiguous()
+        return final and _plain_strides(grad)
+
+    def _clear(self, tensors) -> None:
+        tensors[0].zero_()
+
+
+def _plain_strides(tensor: Tensor) -> bool:
+    """Whether strides are those of :func:`token_major` also where a size of 1 leaves them open."""
+    _, heads, length, dim = tensor.shape
+    return tensor.stride() == (length * heads * dim, dim, heads * dim, 1)
