@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.backends import BACKENDS, wide_dtype
-from cp_dispatch.balance import balanced
 from cp_dispatch.call import Call
 from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
@@ -38,6 +37,7 @@ from cp_dispatch.report import (
     forward_transfers,
 )
 from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.settle import settle
 from cp_dispatch.sharding import sequence_kinds, target_placements
 from cp_dispatch.why_not import reasons_against
 
@@ -51,7 +51,8 @@ class Plan:
         backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
-            order by exchanging half-shards; ``"replicated_keys"`` or ``"replicated_queries"`` where
+            order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
+            all keys in one buffer; ``"replicated_keys"`` or ``"replicated_queries"`` where
             no key needs to move; ``"local"`` if the sequence is not sharded.
         layout: in which order the shards lie, None for natural order.
         mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
@@ -250,7 +251,7 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
         shards=local.shapes,
         dtype=query.dtype,
     )
-    return balanced(plan, options.schedule, local.device_type) if schedule == "ring" else plan
+    return settle(plan, options.schedule, local.device_type) if schedule == "ring" else plan
 
 
 def _local_call(call: Call) -> LocalCall:

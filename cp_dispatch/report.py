@@ -6,17 +6,19 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.schedules.gather import plan_of
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
 
 RINGS = ("ring", "mirrored_ring")
+GATHERS = ("gather", "mirrored_gather")
 
 
 class Transfer(NamedTuple):
     """One collective of a rank: its name, what it carries, and the bytes that the rank sends
-    (all_to_all) or contributes (all_gather, all_reduce)."""
+    (all_to_all) or contributes (all_gather, all_reduce, reduce_scatter)."""
 
     collective: str
     what: str
@@ -25,7 +27,7 @@ class Transfer(NamedTuple):
 
 def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one forward on ``rank``, in order."""
-    query, _, value = plan.shards
+    query, key, value = plan.shards
     if plan.world_size == 1 or plan.schedule == "replicated_keys":
         return []
     if plan.schedule == "replicated_queries":
@@ -34,17 +36,17 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
             Transfer("all_gather", "output", rows * value[3] * plan.output_itemsize),
             Transfer("all_gather", "logsumexp", rows * plan.lse_itemsize),
         ]
-    moves = [
-        Transfer("all_to_all", "key, value", plan.key_row_bytes * length)
-        for length in _rows_sent(plan, rank)
-    ]
-    if plan.schedule != "mirrored_ring":
+    back = _exchange(plan, rank, "halves of output, logsumexp", *_outputs(plan))
+    if plan.schedule in GATHERS:
+        moves = _gathers(plan)
+        if plan.schedule == "mirrored_gather":
+            moves = [*moves, _exchange(plan, rank, "halves of query", _inputs(plan)[0]), back]
         return moves
-    return [
-        _exchange(plan, rank, "halves of query, key, value", *_inputs(plan)),
-        *moves,
-        _exchange(plan, rank, "halves of output, logsumexp", *_outputs(plan)),
-    ]
+    moves = _key_moves(plan, rank)
+    if plan.schedule == "mirrored_ring":
+        halves = _exchange(plan, rank, "halves of query, key, value", *_inputs(plan))
+        moves = [halves, *moves, back]
+    return moves
 
 
 def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
@@ -60,22 +62,47 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
         ]
     if plan.schedule == "replicated_queries":
         return [Transfer("all_reduce", "dQ", math.prod(query) * wide)]
+    outputs = *_outputs(plan), _outputs(plan)[0]
+    if plan.schedule in GATHERS:
+        gathers = _gathers(plan)
+        sums = [
+            Transfer(
+                "reduce_scatter", "dK, dV", size * wide // plan.dtype.itemsize * plan.world_size
+            )
+            for _, _, size in gathers
+        ]
+        if plan.schedule == "gather":
+            return gathers + sums
+        what = "halves of query, output, its gradient, logsumexp"
+        there = _exchange(plan, rank, what, _inputs(plan)[0], *outputs)
+        return [*gathers, there, *sums, _exchange(plan, rank, "halves of dQ", _inputs(plan)[0])]
     row = plan.key_row_bytes // plan.dtype.itemsize
-    transfers = forward_transfers(plan, rank)
-    back = []
-    if plan.schedule == "mirrored_ring":
-        transfers = transfers[1:-1]
-        what = "halves of query, key, value, output, its gradient, logsumexp"
-        grad_output = _outputs(plan)[:1]
-        parts = (*_inputs(plan), *_outputs(plan), *grad_output)
-        transfers.insert(0, _exchange(plan, rank, what, *parts))
-        back = [_exchange(plan, rank, "halves of dQ, dK, dV", *_inputs(plan))]
+    transfers = _key_moves(plan, rank)
     for hop in range(plan.world_size):
         # Sums travel wide; the last move, home, in the inputs' dtype.
         size = wide if hop < plan.world_size - 1 else plan.dtype.itemsize
         length = plan.geometry.key_length((rank - hop) % plan.world_size)
         transfers.append(Transfer("all_to_all", "dK, dV", row * length * size))
-    return transfers + back
+    if plan.schedule == "mirrored_ring":
+        what = "halves of query, key, value, output, its gradient, logsumexp"
+        there = _exchange(plan, rank, what, *_inputs(plan), *outputs)
+        back = _exchange(plan, rank, "halves of dQ, dK, dV", *_inputs(plan))
+        return [there, *transfers, back]
+    return transfers
+
+
+def _key_moves(plan: Plan, rank: int) -> list[Transfer]:
+    return [
+        Transfer("all_to_all", "key, value", plan.key_row_bytes * length)
+        for length in _rows_sent(plan, rank)
+    ]
+
+
+def _gathers(plan: Plan) -> list[Transfer]:
+    _, key, _ = plan.shards
+    pieces = plan_of(plan.geometry, 0).pieces
+    size = plan.key_row_bytes * key[2] // pieces
+    return [Transfer("all_gather", "key, value", size)] * pieces
 
 
 def _inputs(plan: Plan) -> tuple[int, ...]:
@@ -107,6 +134,15 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     kernel += rows * plan.lse_itemsize
     if plan.world_size == 1:
         return kernel, (math.prod(query) + 2 * dkv) * narrow + dkv * wide
+    if plan.schedule in GATHERS:
+        # The message, the gathered keys, and in the backward their wide gradients and what
+        # comes of them.
+        gathered = (plan.world_size + 1) * dkv * narrow
+        merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
+        exchanged = (math.prod(query) * 2 + output * 4) * narrow * (plan.schedule != "gather")
+        forward = gathered + max(merging, kernel) + exchanged
+        sums = (plan.world_size + 2) * dkv * wide
+        return forward, gathered + sums + math.prod(query) * (narrow + wide) + exchanged
     if plan.schedule in RINGS:
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
         merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
@@ -155,7 +191,8 @@ def _costs(plan: Plan) -> list[str]:
             if rank is None:
                 lines.append("   ...")
                 continue
-            owners = range(plan.world_size) if plan.schedule in RINGS else (rank,)
+            everyone = plan.schedule in RINGS + GATHERS
+            owners = range(plan.world_size) if everyone else (rank,)
             computed = sum(bool(plan.geometry.tiles(rank, owner)) for owner in owners)
             line = f"  {rank:4d}  {computed:15d}/{len(owners) - computed:<7d}"
             for transfers in (forward_transfers(plan, rank), backward_transfers(plan, rank)):

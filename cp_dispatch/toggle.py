@@ -40,9 +40,11 @@ def enable(schedule: str = "auto", layout=None) -> None:
     of that block.
 
     Args:
-        schedule: ``"auto"`` or ``"ring"``: a ring; causal work in natural order is balanced by
-            exchanging half-shards with the mirror rank where that pays. ``"natural_ring"``: never
-            that. ``"mirrored_ring"``: always, where the lengths allow it.
+        schedule: ``"ring"``: keys travel; causal work in natural order is balanced by exchanging
+            half-shards with the mirror rank where that pays (``"natural_ring"``: never,
+            ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
+            every rank, where their shards are alike, else a ring. ``"auto"``: what the plan finds
+            faster. :func:`cp_dispatch.explain` tells.
         layout: None, sequences are in natural order; or a balancer, in whose order every sharded
             sequence lies (see :func:`cp_dispatch.shard`). Causal masks, ``attn_mask`` and dropout
             then go by true positions.

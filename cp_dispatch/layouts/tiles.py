@@ -16,11 +16,11 @@ lengths: two without a mask, and one that is square and causal on its diagonal.
        |         |causal\\
        +---------+------+   rows past the last key of the span see all of it and need no mask
 
-So kernels never see an offset, and head-tail or other layouts are only more spans. Where spans
-ascend, tiles that touch in memory become one kernel call:
+So kernels never see an offset, and head-tail or other layouts are only more spans. Tiles that touch
+in memory become one kernel call:
 
-- a shard with itself: the rows see each other as they lie, one causal tile;
-- the spans that lie wholly before a row span: one tile over their keys;
+- a shard with itself, its spans ascending: the rows see each other as they lie, one causal tile;
+- spans in a row that lie wholly before a span of rows: one tile over their keys;
 - row spans that see the same keys: one tile over their rows.
 
 For head-tail that is one causal tile at home, and afterwards all rows with the head half of the
@@ -88,31 +88,28 @@ def _rectangles(query, key, causal: bool) -> Iterator[tuple[int, int, int, int, 
     if not causal:
         yield 0, rows, 0, columns, False
         return
-    sorted_keys = _ascends(key)
-    if query == key and sorted_keys:
+    if query == key and _ascends(key):
         yield 0, rows, 0, rows, True
         return
-    waiting = None  # a full rectangle that the next row span may extend
-    start = 0
+    above: list[tuple[int, int]] = []  # keys that the rows before see whole, as ranges
+    first, start = 0, 0  # those rows are [first, start)
     for span in query:
-        whole = 0  # keys before every row of the span, at the front of the shard
-        if sorted_keys:
-            whole = sum(max(0, min(k.length, span.position - k.position)) for k in key)
-        if waiting is not None and (waiting[3] != whole):
-            yield waiting
-            waiting = None
-        if whole:
-            above = waiting[1] if waiting is not None else 0
-            waiting = (start - above, above + span.length, 0, whole, False)
+        whole: list[tuple[int, int]] = []
         column = 0
         for k in key:
-            skip = max(0, min(k.length, whole - column))
-            rest = Span(k.position + skip, k.length - skip)
-            yield from _span_rectangles(span, start, rest, column + skip)
+            if k.position + k.length <= span.position:
+                if whole and sum(whole[-1]) == column:
+                    whole[-1] = whole[-1][0], whole[-1][1] + k.length
+                else:
+                    whole.append((column, k.length))
+            else:
+                yield from _span_rectangles(span, start, k, column)
             column += k.length
+        if whole != above:
+            yield from ((first, start - first, *keys, False) for keys in above)
+            above, first = whole, start
         start += span.length
-    if waiting is not None:
-        yield waiting
+    yield from ((first, start - first, *keys, False) for keys in above)
 
 
 def _span_rectangles(query: Span, row: int, key: Span, column: int):

@@ -6,15 +6,18 @@ To add one, name it in ``SCHEDULES``; unless it is for particular placements, na
 """
 
 from cp_dispatch.schedules import mirrored_ring, ring
+from cp_dispatch.schedules.gather import Gather, MirroredGather
 from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
 
 SCHEDULES = {
     "ring": ring,
     "mirrored_ring": mirrored_ring,
+    "gather": Gather,
+    "mirrored_gather": MirroredGather,
     "replicated_keys": ReplicatedKeys,
     "replicated_queries": ReplicatedQueries,
 }
-# "natural_ring" is "ring" that is never mirrored.
-CHOICES = ("ring", "natural_ring", "mirrored_ring")
+# "natural_ring" is "ring" that is never mirrored; "gather" is mirrored where it must be.
+CHOICES = ("ring", "natural_ring", "mirrored_ring", "gather")
 
 __all__ = ["CHOICES", "SCHEDULES"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,19 @@ class Ring:
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )
 
+    def start_all_gather(self, send: Tensor, receive: Tensor) -> dist.Work:
+        """Start gathering the flat ``send`` of all ranks, one after the other, in ``receive``."""
+        return all_gather_single(receive, send, group=self.group, async_op=True)
+
+    def start_reduce_scatter(self, send: Tensor, receive: Tensor) -> dist.Work | _Sum:
+        """Start summing the flat ``send`` of all ranks; this rank's part comes in ``receive``."""
+        if dist.get_backend(self.group) == "nccl":
+            return dist.reduce_scatter_tensor(receive, send, group=self.group, async_op=True)
+        # Not every other backend has a reduce-scatter.
+        parts = torch.empty_like(send)
+        work = dist.all_to_all_single(parts, send, group=self.group, async_op=True)
+        return _Sum(work, parts.view(self.world_size, -1), receive)
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked in a new first dim."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
@@ -79,6 +93,18 @@ class Ring:
         """The sum over all ranks, in place; the tensor's memory must be dense."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+class _Sum(NamedTuple):
+    """The second half of a reduce-scatter: adding what came."""
+
+    work: dist.Work
+    parts: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.parts, 0, out=self.into)
 
 
 @functools.cache

@@ -19,7 +19,9 @@ def permuted(tensor, index, dim):
     return torch.stack(rows)
 
 
-def run_permuted(problem, balancer, mesh, *, mask_placements=None, placements=None):
+def run_permuted(
+    problem, balancer, mesh, *, mask_placements=None, placements=None, schedule="auto"
+):
     """Output, dQ, dK, dV and the bias's gradient in natural order, computed on permuted data.
 
     What is sharded along the sequence is permuted first, the mask too.
@@ -37,7 +39,7 @@ def run_permuted(problem, balancer, mesh, *, mask_placements=None, placements=No
         if mask_placements is not None:
             moved = distribute(moved, mesh, mask_placements)
         masks = [moved.requires_grad_(mask.requires_grad)]
-    with cp_dispatch.enabled(layout=balancer):
+    with cp_dispatch.enabled(schedule=schedule, layout=balancer):
         output = problem.attend(*inputs, *masks)
     assert output.placements == tuple(placements)
     wanted = [x for x in (*inputs, *masks) if x.requires_grad]

@@ -23,6 +23,9 @@ class Record:
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
+    #: What this rank gives to each of its gathers of keys and sums of their gradients.
+    gathered: list[int] = field(default_factory=list)
+    scattered: list[int] = field(default_factory=list)
     #: What this rank gives to each of its all_reduces and gathers.
     bytes: list[int] = field(default_factory=list)
     live: int = 0
@@ -70,6 +73,18 @@ class Recorder:
 
             monkeypatch.setattr(Ring, name, call)
 
+        def recorded_start_of(name, where):
+            method = getattr(Ring, name)
+
+            def call(ring, send, receive):
+                if record := self._current():
+                    getattr(record, where).append(send.nbytes)
+                return method(ring, send, receive)
+
+            monkeypatch.setattr(Ring, name, call)
+
+        recorded_start_of("start_all_gather", "gathered")
+        recorded_start_of("start_reduce_scatter", "scattered")
         recorded("all_gather")
         recorded("all_reduce")
 

@@ -163,6 +163,30 @@ def test_mirrored_ring_exchanges_halves_before_and_after(recorder, world_size, d
         assert len(forward.sent) == world_size + 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("order", ["full", "head-tail", "natural"])
+def test_gather_gathers_once_and_sums_once(recorder, order, world_size, dtype):
+    """Keys go out once in each direction, in the pieces that the order needs."""
+    length = 8 * world_size
+    problem = Problem(heads=4, key_heads=2, length=length, causal=order != "full", dtype=dtype)
+    layout = HeadTail(length, world_size) if order == "head-tail" else None
+    records = traffic(recorder, problem, world_size, schedule="gather", layout=layout)
+    pieces = 2 if order == "head-tail" else 1
+    own = shard_bytes(problem, 8)
+    for rank, (forward, backward, plan) in enumerate(records):
+        there, back = plan.transfers(rank)
+        assert plan.schedule == ("mirrored_gather" if order == "natural" else "gather")
+        assert forward.gathered == backward.gathered == [own // pieces] * pieces
+        wide = shard_bytes(problem, 8, itemsize=4) * world_size // pieces
+        assert backward.scattered == [wide] * pieces
+        exchanged = [t.bytes for t in there if t.collective == "all_to_all"]
+        assert forward.sent == exchanged and len(exchanged) == (2 if order == "natural" else 0)
+        assert backward.sent == [t.bytes for t in back if t.collective == "all_to_all"]
+        assert [t.bytes for t in there if t.collective == "all_gather"] == forward.gathered
+        assert [t.bytes for t in back if t.collective == "reduce_scatter"] == backward.scattered
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_head_tail_sends_every_shard_around(recorder, world_size):
     """Some rank needs every key at every hop, and nothing else travels."""

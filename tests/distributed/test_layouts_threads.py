@@ -21,7 +21,7 @@ from tests.distributed.reference import (
     one_device,
     rounding,
 )
-from tests.distributed.sharded import distribute
+from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
 WORLD_SIZES = (2, 3, 4, 8)
@@ -53,6 +53,32 @@ def test_layouts_are_right(kind, length, world_size, kernel, causal):
     if kind not in found:
         pytest.skip("blocks must be whole")
     judge(problem, found[kind], world_size, kernel)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("kind", ["head-tail", "documents", "blocks"])
+def test_gather_is_right(kind, world_size, kernel, causal):
+    """Where shards are not alike it is a ring."""
+    problem = Problem(batch=2, heads=4, key_heads=2, length=96, dim=16, causal=causal)
+    balancer = balancers(96, world_size, 2)[kind]
+    judge(problem, balancer, world_size, kernel, schedule="gather")
+
+
+@pytest.mark.parametrize("mask", [
+    Mask("qk"), Mask("b11k"), Mask("1hqk", None, needs_grad=True), Mask("bhqk", None, blind=True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", ["head-tail", "documents"])
+def test_gather_with_masks(kind, mask):
+    problem = Problem(batch=2, heads=2, length=96, dim=16, mask=mask)
+    wheres = [[Replicate()]]
+    if len(mask.shape) == 4:
+        wheres += [[Shard(dim)] for dim in (2, 3) if mask.shape[dim] != "1"]
+    for where in wheres:
+        judge(
+            problem, balancers(96, 4, 2)[kind], 4, "math", mask_placements=where, schedule="gather"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -118,8 +144,11 @@ def test_dropout_goes_by_true_positions(monkeypatch):
         natural = attend(mesh, torch.arange(48), schedule="natural_ring")
         laid_out = attend(mesh, balancer.indices[0], layout=balancer)
         torch.testing.assert_close(laid_out.index_select(2, balancer.inverse[0]), natural)
-        mirrored = attend(mesh, torch.arange(48), schedule="mirrored_ring")
-        torch.testing.assert_close(mirrored, natural)
+        for schedule in ("mirrored_ring", "gather"):
+            other = attend(mesh, torch.arange(48), schedule=schedule)
+            torch.testing.assert_close(other, natural)
+        gathered = attend(mesh, balancer.indices[0], schedule="gather", layout=balancer)
+        torch.testing.assert_close(gathered.index_select(2, balancer.inverse[0]), natural)
 
     run_threads(3, rank_body)
 
@@ -128,9 +157,8 @@ def test_dropout_goes_by_true_positions(monkeypatch):
 @pytest.mark.parametrize("needs", [(True,) * 3, (True, False, False)], ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mirrored_ring_is_right(world_size, dtype, needs, kernel):
-    from tests.distributed.sharded import run_sharded
-
+@pytest.mark.parametrize("schedule", ["mirrored_ring", "gather"])
+def test_natural_order_is_balanced(schedule, world_size, dtype, needs, kernel):
     problem = Problem(
         batch=2, heads=4, key_heads=2, length=24 * world_size, dim=16, causal=True, dtype=dtype
     )
@@ -142,8 +170,26 @@ def test_mirrored_ring_is_right(world_size, dtype, needs, kernel):
         mesh = init_device_mesh("cpu", (world_size,))
         check(run_sharded(problem, tensors, mesh, needs=needs), want, alone)
 
-    with cp_dispatch.enabled(schedule="mirrored_ring"), only(kernel):
+    with cp_dispatch.enabled(schedule=schedule), only(kernel):
         run_threads(world_size, rank_body)
+
+
+@pytest.mark.parametrize("lengths", [(48, 48), (24, 48), (7, 48), (48, 12), (61, 64), (48, 61)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gather_of_different_lengths(lengths, causal):
+    """What does not fit is a ring."""
+    length, key_length = lengths
+    problem = Problem(length=length, key_length=key_length, causal=causal)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
+    floors, _ = rounding(problem, tensors)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        check(run_sharded(problem, tensors, mesh), want, alone, floors=floors, few=length < 10)
+
+    with cp_dispatch.enabled(schedule="gather"), only("math"):
+        run_threads(4, rank_body)
 
 
 def test_refusals():

@@ -1,0 +1,119 @@
+"""Which schedule a ring's call gets, by the user's wish and a model of what each costs.
+
+- A natural-order ring with a causal mask takes as long as its last rank, which computes W - 1/2
+  blocks of a shard with a shard where the mean is W / 2. A mirrored schedule computes the mean and
+  moves halves of query and output (a ring: of key and value too) once each.
+- A ring of W hops has as many kernels, merges and waits as hops, each with a fixed cost; a gather
+  has three kernels, but room for all keys and, in the backward, for their gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cp_dispatch.schedules import gather, mirror
+
+if TYPE_CHECKING:
+    from cp_dispatch.plan import Plan
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rough speeds of a device: attention FLOP/s of 16-bit and of wider inputs, bytes/s that one
+    rank sends to another, seconds that an exchange takes beside its bytes, and for how short a hop
+    (seconds) and how many bytes of gathered keys a gather is taken for a ring."""
+
+    flops: float
+    wide_flops: float
+    bandwidth: float
+    latency: float
+    gather_hop: float
+    gather_bytes: int
+
+
+# H100: flash and cuDNN forward at 8k and 32k tokens (tools/results), NVLink send and receive of
+# halves. CPU: one core of a server, gloo, where kernels are slow enough for any schedule.
+COSTS = {
+    "cuda": Costs(450e12, 30e12, 150e9, 100e-6, gather_hop=4e-3, gather_bytes=2**30),
+    "cpu": Costs(30e9, 30e9, 1e9, 1e-3, gather_hop=0.0, gather_bytes=0),
+}
+
+
+def settle(plan: Plan, wish: str, device_type: str) -> Plan:
+    """The plan of a ring with the schedule that it gets, and the reasons for it."""
+    if plan.world_size == 1 or wish == "natural_ring":
+        return plan
+    if wish == "gather":
+        return _gathered(plan)
+    if wish == "auto" and _gather_is_better(plan, device_type):
+        found = _gathered(plan)
+        if found.schedule != "ring":
+            return found
+    return _balanced(plan, wish, device_type)
+
+
+def _gathered(plan: Plan) -> Plan:
+    if plan.is_causal and plan.layout is None:
+        if mirror.fits(plan.query_length, plan.key_length, plan.world_size):
+            reason = "half-shards of query and output are exchanged with the mirror rank"
+            return _with(plan, reason, "mirrored_gather")
+    elif gather.fits(plan.geometry):
+        return _with(plan, "all keys are gathered: few large kernels", "gather")
+    reason = "not gathered: the ranks' spans of keys are not alike in number and length"
+    return _with(plan, reason)
+
+
+def _balanced(plan: Plan, wish: str, device_type: str) -> Plan:
+    if plan.layout is not None or not plan.is_causal:
+        return plan
+    if not mirror.fits(plan.query_length, plan.key_length, plan.world_size):
+        return _with(
+            plan,
+            f"not balanced: {plan.query_length} queries and {plan.key_length} keys are not the "
+            f"same multiple of 2 x {plan.world_size} ranks",
+        )
+    saved, spent = estimates(plan, device_type)
+    words = (
+        f"balancing saves about {saved * 1e3:.3g} ms of a forward and costs {spent * 1e3:.3g} ms"
+    )
+    if saved <= spent and wish != "mirrored_ring":
+        return _with(plan, f"not balanced: {words}")
+    reason = f"half-shards are exchanged with the mirror rank: {words}"
+    return _with(plan, reason, "mirrored_ring")
+
+
+def _with(plan: Plan, reason: str, schedule: str | None = None) -> Plan:
+    return dataclasses.replace(
+        plan, schedule=schedule or plan.schedule, reasons=(*plan.reasons, reason)
+    )
+
+
+def _gather_is_better(plan: Plan, device_type: str) -> bool:
+    """Hops too short for a ring to hide its fixed costs, and keys that are few enough. (Where a
+    mask is causal a balanced hop is half a block.)"""
+    costs = COSTS[device_type]
+    hop = _block_seconds(plan, device_type) * (0.5 if plan.is_causal else 1.0)
+    _, key, _ = plan.shards
+    gathered = plan.key_row_bytes * key[2] * plan.world_size
+    return hop <= costs.gather_hop and gathered <= costs.gather_bytes
+
+
+def _block_seconds(plan: Plan, device_type: str) -> float:
+    """Of a forward of one shard of queries with one shard of keys."""
+    costs = COSTS[device_type]
+    query, key, value = plan.shards
+    rate = costs.flops if plan.dtype.itemsize == 2 else costs.wide_flops
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3]) / rate
+
+
+def estimates(plan: Plan, device_type: str) -> tuple[float, float]:
+    """Seconds of a forward that balancing a ring saves, and those that its exchanges take."""
+    costs = COSTS[device_type]
+    query, key, value = plan.shards
+    saved = (plan.world_size - 1) / 2 * _block_seconds(plan, device_type)
+    moved = math.prod(query) + math.prod(key) + math.prod(value) + math.prod(query[:3]) * value[3]
+    spent = moved / 2 * plan.dtype.itemsize / costs.bandwidth + 2 * costs.latency
+    return saved, spent
