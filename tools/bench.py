@@ -133,8 +133,12 @@ def torch_cp(problem: Problem, rotate_method: str):
 IMPLEMENTATIONS = {
     "one device": one_device,
     "cp_dispatch ring": lambda p: ours(p, "natural_ring"),
-    "cp_dispatch mirrored": lambda p: ours(p, "mirrored_ring"),
-    "cp_dispatch head-tail": lambda p: ours(p, "ring", cp_dispatch.HeadTail),
+    "cp_dispatch ring, mirrored": lambda p: ours(p, "mirrored_ring"),
+    "cp_dispatch ring, head-tail": lambda p: ours(p, "ring", cp_dispatch.HeadTail),
+    "cp_dispatch gather": lambda p: ours(p, "gather"),
+    "cp_dispatch gather, head-tail": lambda p: ours(p, "gather", cp_dispatch.HeadTail),
+    "cp_dispatch auto": lambda p: ours(p, "auto"),
+    "cp_dispatch auto, head-tail": lambda p: ours(p, "auto", cp_dispatch.HeadTail),
     "torch cp allgather": lambda p: torch_cp(p, "allgather"),
     "torch cp alltoall": lambda p: torch_cp(p, "alltoall"),
     "stock DTensor": stock,
@@ -142,7 +146,7 @@ IMPLEMENTATIONS = {
 
 
 # Without a mask they are the ring.
-ONLY_CAUSAL = ("cp_dispatch mirrored", "cp_dispatch head-tail")
+ONLY_CAUSAL = [name for name in IMPLEMENTATIONS if "head-tail" in name or "mirrored" in name]
 
 
 def steps(problem: Problem, inputs, grad, call):
@@ -307,7 +311,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
 
 def show(row: dict) -> str:
     text = f"{row['tokens_per_rank']:7d} {row['backend']:9s} {row['mode']:8s} "
-    text += f"{row['implementation']:20s} "
+    text += f"{row['implementation']:30s} "
     if "error" in row:
         return text + row["error"]
     text += f"{row['seconds'] * 1e3:9.3f} ms"
@@ -317,7 +321,7 @@ def show(row: dict) -> str:
         text += f"  {row['tflops_per_rank']:6.1f} TFLOP/s"
     text += f"  host {row['host_seconds'] * 1e3:6.3f} ms  extra {row['extra_mib']:7.0f} MiB"
     for kind, value in row.get("kernel_ms", {}).items():
-        text += f"\n{'':48s}{kind}: {value:.3f} ms"
+        text += f"\n{'':58s}{kind}: {value:.3f} ms"
     return text
 
 

@@ -32,23 +32,23 @@ def default_backend(env: Env) -> None:
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, plan.backend))
 
 
-def inference_mode(env: Env, kernel: str) -> None:
+def inference_mode(env: Env, kernel: str, schedule: str = "ring") -> None:
     tensors = PROBLEM.tensors(env.device)
-    with cp_dispatch.enabled(), torch.inference_mode():
+    with cp_dispatch.enabled(schedule=schedule), torch.inference_mode():
         got = run_sharded(PROBLEM, tensors, env.mesh(), kernel=kernel, needs=(False,) * 3)
     # A copy, so that it may be compared outside of inference mode.
     got[0] = got[0].clone()
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, kernel))
 
 
-def transposed_views(env: Env, kernel: str) -> None:
+def transposed_views(env: Env, kernel: str, schedule: str = "ring") -> None:
     """``(B, S, H, D)`` in memory, as a model's projections leave it."""
     query, key, value, grad = PROBLEM.tensors(env.device)
     leaves = [
         distribute(x.transpose(1, 2).contiguous(), env.mesh(), [Shard(1)]).requires_grad_()
         for x in (query, key, value)
     ]
-    with cp_dispatch.enabled(), sdpa_kernel(KERNELS[kernel]):
+    with cp_dispatch.enabled(schedule=schedule), sdpa_kernel(KERNELS[kernel]):
         output = PROBLEM.attend(*(x.transpose(1, 2) for x in leaves))
         grads = torch.autograd.grad(output, leaves, distribute(grad, env.mesh(), SEQUENCE))
     got = [output.full_tensor().detach(), *(x.full_tensor().transpose(1, 2) for x in grads)]
@@ -56,11 +56,11 @@ def transposed_views(env: Env, kernel: str) -> None:
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, kernel))
 
 
-def compiled(env: Env, kernel: str) -> None:
+def compiled(env: Env, kernel: str, schedule: str = "ring") -> None:
     tensors = PROBLEM.tensors(env.device)
     torch._dynamo.reset()
     attend = torch.compile(PROBLEM.attend, fullgraph=True)
-    with cp_dispatch.enabled():
+    with cp_dispatch.enabled(schedule=schedule):
         for _ in range(2):
             got = run_sharded(PROBLEM, tensors, env.mesh(), kernel=kernel, attend=attend)
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, kernel))
@@ -77,7 +77,7 @@ def batch_sharded_is_stock(env: Env) -> None:
     check(got, exact(problem, tensors), one_device(problem, tensors, "flash"))
 
 
-def other_collectives_in_flight(env: Env, kernel: str) -> None:
+def other_collectives_in_flight(env: Env, kernel: str, schedule: str = "ring") -> None:
     """All-reduces on the mesh's own group, started around the ring and never waited between."""
     tensors = PROBLEM.tensors(env.device)
     mesh = env.mesh()
@@ -91,7 +91,7 @@ def other_collectives_in_flight(env: Env, kernel: str) -> None:
 
     inputs = [distribute(x, mesh, SEQUENCE).requires_grad_() for x in tensors[:3]]
     grad = distribute(tensors[3], mesh, SEQUENCE)
-    with cp_dispatch.enabled(), sdpa_kernel(KERNELS[kernel]):
+    with cp_dispatch.enabled(schedule=schedule), sdpa_kernel(KERNELS[kernel]):
         for _ in range(5):
             start(3)
             output = PROBLEM.attend(*inputs)
@@ -106,10 +106,10 @@ def other_collectives_in_flight(env: Env, kernel: str) -> None:
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, kernel))
 
 
-def no_host_synchronization(env: Env, kernel: str) -> None:
+def no_host_synchronization(env: Env, kernel: str, schedule: str = "ring") -> None:
     """Nothing in a call makes the host wait for the GPU."""
     tensors = PROBLEM.tensors(env.device)
-    with cp_dispatch.enabled():
+    with cp_dispatch.enabled(schedule=schedule):
         run_sharded(PROBLEM, tensors, env.mesh(), kernel=kernel)  # communicators and caches
         inputs = [distribute(x, env.mesh(), SEQUENCE).requires_grad_() for x in tensors[:3]]
         grad = distribute(tensors[3], env.mesh(), SEQUENCE)
@@ -162,7 +162,7 @@ def memory_is_bounded(env: Env, kernel: str, causal: bool) -> None:
     def attend():
         return F.scaled_dot_product_attention(*inputs, is_causal=causal)
 
-    with cp_dispatch.enabled(), sdpa_kernel(KERNELS[kernel]):
+    with cp_dispatch.enabled(schedule="natural_ring"), sdpa_kernel(KERNELS[kernel]):
         for _ in range(2):  # the first time may allocate workspaces that stay
             forward, output = extra(attend)
             backward, grads = extra(functools.partial(torch.autograd.grad, output, inputs, grad))
@@ -186,6 +186,9 @@ for _kernel in ("flash", "efficient", "cudnn", "math"):
         no_host_synchronization,
     ):
         FEATURES[f"{_kernel} {_function.__name__}"] = functools.partial(_function, kernel=_kernel)
+        FEATURES[f"{_kernel} gather {_function.__name__}"] = functools.partial(
+            _function, kernel=_kernel, schedule="gather"
+        )
 for _kernel in ("flash", "cudnn"):
     for _causal in (False, True):
         FEATURES[f"{_kernel} memory {'causal' if _causal else 'full'}"] = functools.partial(

@@ -32,9 +32,9 @@ BASE = Problem(batch=2, heads=8, length=512, dim=64, dtype=BF16)
 S2, R = (Shard(2),), (Replicate(),)
 
 
-def matches(env: Env, case: Case, kernel: str | None) -> None:
+def matches(env: Env, case: Case, kernel: str | None, schedule: str = "ring") -> None:
     mesh = env.mesh(*case.mesh, names=("a", "b")) if case.mesh else env.mesh()
-    with cp_dispatch.enabled(), calls.only(kernel):
+    with cp_dispatch.enabled(schedule=schedule), calls.only(kernel):
         outcome = calls.run(case, mesh, env.device)
     calls.judge(case, env.device, kernel, *outcome)
 
@@ -58,11 +58,13 @@ def repeated_calls_are_equal(env: Env) -> None:
 CASES: dict = {}
 
 
-def add(kernel: str | None, cases: dict[str, Case], prefix: str = "") -> None:
+def add(
+    kernel: str | None, cases: dict[str, Case], prefix: str = "", schedule: str = "ring"
+) -> None:
     for name, case in cases.items():
         label = f"{kernel or 'any'} {prefix}{name}"
         assert label not in CASES, label
-        CASES[label] = functools.partial(matches, case=case, kernel=kernel)
+        CASES[label] = functools.partial(matches, case=case, kernel=kernel, schedule=schedule)
 
 
 def some(cases: dict[str, Case], *words: str) -> dict[str, Case]:
@@ -87,6 +89,10 @@ add(None, some(_grouped, "b1qk", "1hqk", "blind", "on heads"), "gqa ")
 add(None, {"float32 bias": masked(BASE, shape="1hqk", dtype=FP32)}, "mixed ")
 add(None, calls.bias_gradients(BASE))
 add("math", some(calls.bias_gradients(replace(BASE, dtype=FP32)), "1hqk", "blind"), "float32 ")
+
+for _kernel in ("efficient", "cudnn", "math"):
+    _some = some(_masks, " qk", "b1qk", "b11k", "blind") | _uneven
+    add(_kernel, _some, "gather ", schedule="gather")
 
 # One side whole, on every kernel that takes it.
 add(None, calls.one_sided(BASE))

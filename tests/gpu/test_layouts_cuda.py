@@ -12,7 +12,7 @@ import cp_dispatch
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
-from tests.distributed.sharded import run_sharded
+from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_cases
 
 GPUS = torch.cuda.device_count()
@@ -35,21 +35,22 @@ def judge(problem: Problem, device, kernel: str, got) -> None:
 
 
 def laid_out(
-    env: Env, kernel: str, kind: str, length: int, heads: int, mask=None, where=None, **how
-):
+    env: Env, kernel: str, kind: str, length: int, heads: int, mask=None, where=None,
+    schedule: str = "ring", **how,
+) -> None:  # fmt: skip
     problem = Problem(batch=2, heads=heads, length=length, dim=64, dtype=BF16, mask=mask, **how)
     balancer = balancers(length, env.world_size, 2)[kind]
     with only(kernel):
-        got = run_permuted(problem, balancer, env.mesh(), mask_placements=where)
+        got = run_permuted(problem, balancer, env.mesh(), mask_placements=where, schedule=schedule)
     judge(problem, env.device, kernel, got)
 
 
-def mirrored(env: Env, kernel: str, heads: int, key_heads: int, length: int, **how) -> None:
-    problem = Problem(
-        batch=2, heads=heads, key_heads=key_heads, length=length, causal=True, dtype=BF16, **how
-    )
+def natural(
+    env: Env, schedule: str, kernel: str, heads: int, key_heads: int, length: int, **how
+) -> None:
+    problem = Problem(batch=2, heads=heads, key_heads=key_heads, length=length, dtype=BF16, **how)
     tensors = problem.tensors(env.device)
-    with cp_dispatch.enabled(schedule="mirrored_ring"):
+    with cp_dispatch.enabled(schedule=schedule):
         got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
     judge(problem, env.device, kernel, got)
 
@@ -59,41 +60,37 @@ def two_mesh_dims(env: Env, placements, kind: str) -> None:
     ranks = 4 if placements.count(Shard(2)) == 2 else 2
     mesh = env.mesh(2, 2, names=("a", "b"))
     balancer = balancers(512, ranks, 4)[kind]
-    with only("flash"):
-        got = run_permuted(problem, balancer, mesh, placements=placements)
-    judge(problem, env.device, "flash", got)
+    for schedule in ("ring", "gather"):
+        with only("flash"):
+            got = run_permuted(problem, balancer, mesh, placements=placements, schedule=schedule)
+        judge(problem, env.device, "flash", got)
 
 
-def large_enough_to_pay(env: Env) -> None:
+def large_enough_to_pay(env: Env, tokens: int, schedule: str) -> None:
     """By itself, without a wish."""
-    problem = Problem(
-        batch=1,
-        heads=16,
-        key_heads=4,
-        length=8192 * env.world_size,
-        dim=128,
-        causal=True,
-        dtype=BF16,
-    )
+    length = tokens * env.world_size
+    problem = Problem(1, 16, 4, length, dim=128, causal=True, dtype=BF16)
     tensors = problem.tensors(env.device)
-    with cp_dispatch.enabled(), only("cudnn"):
-        from torch.distributed.tensor import DTensor
-
-        local = [
-            DTensor.from_local(x[:, :, :8192].contiguous(), env.mesh(), [Shard(2)])
-            for x in tensors[:3]
-        ]
-        plan = cp_dispatch.explain(*local, is_causal=True, enable_gqa=True)
-        assert plan.schedule == "mirrored_ring", plan
-        got = run_sharded(problem, tensors, env.mesh(), needs=(False,) * 3)
-    with cp_dispatch.enabled(schedule="natural_ring"), only("cudnn"):
-        plain = run_sharded(problem, tensors, env.mesh(), needs=(False,) * 3)
+    inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in tensors[:3]]
+    results = []
+    for wish in ("auto", "natural_ring"):
+        with cp_dispatch.enabled(schedule=wish), only("cudnn"):
+            plan = cp_dispatch.explain(*inputs, is_causal=True, enable_gqa=True)
+            assert plan.schedule == (schedule if wish == "auto" else "ring"), plan
+            results.append(problem.attend(*inputs).full_tensor().double())
     # Both round partial outputs to bfloat16, in another order.
-    error = (got[0].double() - plain[0].double()).norm() / plain[0].double().norm()
+    error = (results[0] - results[1]).norm() / results[1].norm()
     assert error < 2 * torch.finfo(BF16).eps, error
 
 
-CASES = {"mirrored by itself": large_enough_to_pay}
+CASES = {
+    "balanced by itself, short": functools.partial(
+        large_enough_to_pay, tokens=4096, schedule="mirrored_gather"
+    ),
+    "balanced by itself, long": functools.partial(
+        large_enough_to_pay, tokens=24576, schedule="mirrored_ring"
+    ),
+}
 for _kernel in KERNELS:
     for _kind in ("head-tail", "documents", "documents of each row", "blocks"):
         for _length in (512, 1000) if _kind == "head-tail" else (512,):
@@ -106,13 +103,18 @@ for _kernel in KERNELS:
     )
     for _heads, _key_heads, _length in ((8, 2, 1024), (3, 3, 512), (8, 1, 256)):
         for _dim in (64, 128):
-            CASES[f"{_kernel} mirrored {_heads}/{_key_heads} {_length} {_dim}"] = functools.partial(
-                mirrored,
-                kernel=_kernel,
-                heads=_heads,
-                key_heads=_key_heads,
-                length=_length,
-                dim=_dim,
+            _shape = {"heads": _heads, "key_heads": _key_heads, "length": _length, "dim": _dim}
+            _name = f"{_heads}/{_key_heads} {_length} {_dim}"
+            for _schedule, _causal in (
+                ("mirrored_ring", True),
+                ("gather", True),
+                ("gather", False),
+            ):
+                CASES[f"{_kernel} {_schedule} {_name} causal={_causal}"] = functools.partial(
+                    natural, schedule=_schedule, kernel=_kernel, causal=_causal, **_shape
+                )
+            CASES[f"{_kernel} gather head-tail {_name}"] = functools.partial(
+                laid_out, kernel=_kernel, kind="head-tail", causal=True, schedule="gather", **_shape
             )
 for _kernel in ("efficient", "cudnn", "math"):
     for _mask in (Mask("qk"), Mask("b11k"), Mask("1hqk", blind=True), Mask("bhqk", None)):
@@ -124,15 +126,11 @@ for _kernel in ("efficient", "cudnn", "math"):
                 if _dims and _mask.shape[0] == "1" and _kind != "head-tail":
                     continue
                 _name = f"{_kernel} {_kind} mask {_mask.shape} {_mask.dtype} {_where}"
-                CASES[_name] = functools.partial(
-                    laid_out,
-                    kernel=_kernel,
-                    kind=_kind,
-                    length=512,
-                    heads=4,
-                    mask=_mask,
-                    where=_where,
-                )
+                for _schedule in ("ring", "gather"):
+                    CASES[f"{_name} {_schedule}"] = functools.partial(
+                        laid_out, kernel=_kernel, kind=_kind, length=512, heads=4,
+                        mask=_mask, where=_where, schedule=_schedule,
+                    )  # fmt: skip
 for _shape in ("1hqk", "b11k", "11q1"):
     CASES[f"math bias gradient {_shape}"] = functools.partial(
         laid_out, kernel="math", kind="head-tail", length=256, heads=4,

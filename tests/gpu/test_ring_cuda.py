@@ -63,11 +63,14 @@ def matches(env: Env, problem: Problem, kernel: str, yardstick: str | None = Non
     try:
         single = one_device(problem, tensors, yardstick or kernel)
     except RuntimeError as refusal:
-        with cp_dispatch.enabled(), pytest.raises(cp_dispatch.ContextParallelError):
+        with (
+            cp_dispatch.enabled(schedule="natural_ring"),
+            pytest.raises(cp_dispatch.ContextParallelError),
+        ):
             run_sharded(problem, tensors, mesh, placements, kernel=kernel, **how)
         print(f"both refuse: {refusal}")
         return
-    with cp_dispatch.enabled():
+    with cp_dispatch.enabled(schedule="natural_ring"):
         got = run_sharded(problem, tensors, mesh, placements, kernel=kernel, **how)
     # One device's error in float64 is the luck of a few roundings, as is ours.
     floors, _ = rounding(problem, tensors)
