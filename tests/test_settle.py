@@ -1,0 +1,97 @@
+"""Which schedule a ring's call gets: by wish, by what fits, and by cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.plan import Plan
+from cp_dispatch.settle import COSTS, estimates, settle
+
+
+def ring(tokens=8192, ranks=4, causal=True, layout=None, key_length=None, heads=(32, 8), **fields):
+    """The plan of a ring: bfloat16, head dim 128, ``tokens`` per rank."""
+    heads, key_heads = heads
+    keys = key_length if key_length is not None else tokens * ranks
+    local = -(-keys // ranks)
+    plan = Plan(
+        "cp_dispatch",
+        backend="math",
+        schedule="ring",
+        layout=layout,
+        is_causal=causal,
+        mesh_dims=(0,),
+        ring_shape=(ranks,),
+        query_length=tokens * ranks,
+        key_length=keys,
+        shards=((1, heads, tokens, 128), (1, key_heads, local, 128), (1, key_heads, local, 128)),
+        dtype=torch.bfloat16,
+    )
+    return dataclasses.replace(plan, **fields)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("plan, wish, schedule", [
+    (ring(), "natural_ring", "ring"),
+    (ring(), "mirrored_ring", "mirrored_ring"),
+    (ring(tokens=8), "mirrored_ring", "mirrored_ring"),
+    (ring(tokens=7), "mirrored_ring", "ring"),  # halves must be whole
+    (ring(causal=False), "mirrored_ring", "ring"),
+    (ring(layout=HeadTail(32768, 4)), "mirrored_ring", "ring"),
+    (ring(ranks=1), "gather", "ring"),
+    (ring(causal=False), "gather", "gather"),
+    (ring(causal=False, key_length=4096 * 4), "gather", "gather"),
+    (ring(causal=False, key_length=4095 * 4 + 1), "gather", "ring"),
+    (ring(), "gather", "mirrored_gather"),
+    (ring(tokens=7), "gather", "ring"),
+    (ring(key_length=16384), "gather", "ring"),
+    (ring(layout=HeadTail(32768, 4)), "gather", "gather"),
+    (ring(layout=PerDocumentHeadTail([10001, 22767], 4)), "gather", "ring"),
+    (ring(layout=PerDocumentHeadTail([10001, 22767], 4), causal=False), "gather", "gather"),
+])  # fmt: skip
+def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
+    got = settle(plan, wish, device)
+    assert got.schedule == schedule
+    # It says why the wish was not granted.
+    if schedule == "ring" and wish == "gather" and plan.world_size > 1:
+        assert "not gathered" in got.reasons[0]
+
+
+@pytest.mark.parametrize("plan, schedule", [
+    (ring(tokens=8192), "mirrored_gather"),
+    (ring(tokens=32768), "mirrored_ring"),
+    (ring(tokens=8192, layout=HeadTail(32768, 4)), "gather"),
+    (ring(tokens=32768, layout=HeadTail(131072, 4)), "ring"),
+    (ring(tokens=8192, causal=False), "gather"),
+    (ring(tokens=32768, causal=False), "ring"),
+    (ring(tokens=512, heads=(1, 1)), "mirrored_gather"),
+])  # fmt: skip
+def test_auto_on_cuda_gathers_short_hops(plan, schedule):
+    assert settle(plan, "auto", "cuda").schedule == schedule
+
+
+def test_auto_gathers_no_more_than_it_may():
+    """Many key heads, or many ranks, make the gathered keys large."""
+    costs = COSTS["cuda"]
+    for plan in (ring(heads=(32, 32), ranks=8), ring(tokens=4096, ranks=64)):
+        gathered = 2 * plan.key_length * plan.shards[1][1] * 128 * 2
+        assert gathered > costs.gather_bytes or settle(plan, "auto", "cuda").schedule != "ring"
+        fits = gathered <= costs.gather_bytes
+        assert (settle(plan, "auto", "cuda").schedule == "mirrored_gather") == fits
+
+
+def test_a_ring_is_balanced_where_that_saves_more_than_it_costs():
+    for tokens in (64, 512, 2048, 8192, 32768):
+        plan = ring(tokens=tokens)
+        saved, spent = estimates(plan, "cuda")
+        got = settle(plan, "ring", "cuda")
+        assert got.schedule == ("mirrored_ring" if saved > spent else "ring")
+        assert f"{saved * 1e3:.3g} ms" in got.reasons[0] and f"{spent * 1e3:.3g}" in got.reasons[0]
+    # Quadratic against linear.
+    short, long = (estimates(ring(tokens=n), "cuda") for n in (2048, 4096))
+    latency = 2 * COSTS["cuda"].latency
+    assert long[0] == pytest.approx(4 * short[0])
+    assert long[1] - latency == pytest.approx(2 * (short[1] - latency))
