@@ -76,12 +76,10 @@ def _balanced(plan: Plan, wish: str, device_type: str) -> Plan:
             f"same multiple of 2 x {plan.world_size} ranks",
         )
     saved, spent = estimates(plan, device_type)
-    words = (
-        f"balancing saves about {saved * 1e3:.3g} ms of a forward and costs {spent * 1e3:.3g} ms"
-    )
+    words = f"saves about {saved * 1e3:.3g} ms of a forward, costs {spent * 1e3:.3g} ms"
     if saved <= spent and wish != "mirrored_ring":
-        return _with(plan, f"not balanced: {words}")
-    reason = f"half-shards are exchanged with the mirror rank: {words}"
+        return _with(plan, f"not balanced with the mirror rank: {words}")
+    reason = f"balanced by halves from the mirror rank: {words}"
     return _with(plan, reason, "mirrored_ring")
 
 

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dispatch import enabled, explain
+from cp_dispatch import HeadTail, enabled, explain
 from tests.ranks import fake_ranks, outline
 from tests.test_plan import gqa
 
@@ -23,7 +23,7 @@ def mesh():
 
 
 def test_a_causal_ring_with_grouped_heads(mesh):
-    with enabled():
+    with enabled(schedule="natural_ring"):
         plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
     assert plan.handler == "cp_dispatch" and plan.backend == "cpu_flash" and plan.reasons == ()
     assert_expected_inline(
@@ -44,6 +44,63 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
   not math: it would fit; torch prefers cpu_flash""",
+    )
+
+
+def costs(plan) -> str:
+    """The plan without the lines about the call and other kernels."""
+    others = ("    query", "    key", "    value", "    dropout_p", "  not ")
+    return "\n".join(x for x in str(plan).splitlines() if not x.startswith(others))
+
+
+def test_a_balanced_ring(mesh):
+    with enabled():
+        plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        costs(plan),
+        """\
+handled by cp_dispatch: mirrored_ring over 4 ranks, cpu_flash kernel
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0              11.125 (    5)        24.125 (    9)
+     1                4/0              11.125 (    5)        24.125 (    9)
+     2                4/0              11.125 (    5)        24.125 (    9)
+     3                4/0              11.125 (    5)        24.125 (    9)
+  extra memory at most: 24.500 MiB forward, 46.000 MiB backward
+  - balanced by halves from the mirror rank: saves about 859 ms of a forward, costs 7.24 ms""",
+    )
+
+
+def test_head_tail(mesh):
+    with enabled(layout=HeadTail(16384, 4)):
+        plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        costs(plan),
+        """\
+handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
+  in the layout of HeadTail: 16384 positions on 4 ranks, rows per rank 4 x 4096
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0               6.000 (    3)        14.000 (    7)
+     1                4/0               6.000 (    3)        14.000 (    7)
+     2                4/0               6.000 (    3)        14.000 (    7)
+     3                4/0               6.000 (    3)        14.000 (    7)
+  extra memory at most: 12.500 MiB forward, 18.000 MiB backward""",
+    )
+
+
+def test_gather(mesh):
+    with enabled(schedule="gather"):
+        plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        costs(plan),
+        """\
+handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0               6.125 (    3)        18.125 (    4)
+     1                3/1               6.125 (    3)        18.125 (    4)
+     2                3/1               6.125 (    3)        18.125 (    4)
+     3                4/0               6.125 (    3)        18.125 (    4)
+  extra memory at most: 42.500 MiB forward, 54.000 MiB backward
+  - half-shards of query and output are exchanged with the mirror rank""",
     )
 
 

@@ -143,6 +143,7 @@ def test_ops_place_what_they_return(query, key, mask_shape, mask, grad_mask, sch
         # A call whose lengths are those of the shard, so that a ring of one fits.
         options = (
             bias, None, 0.0, [], False, None, local[0][2], local[1][2], schedule, [], "",
+            "", "",
         )  # fmt: skip
         out, lse = forward_op("math")(*tensors, *options)
         grads = backward_op("math")(out, *tensors, out, lse, *options, True, True)
@@ -152,6 +153,19 @@ def test_ops_place_what_they_return(query, key, mask_shape, mask, grad_mask, sch
     assert [x.shape for x in grads] == [q_shape, k_shape, k_shape, mask_shape]
     for grad in grads:
         assert grad.to_local().shape == sharded(mesh, grad.shape, grad.placements).to_local().shape
+
+
+@pytest.mark.parametrize("whole_rows, placed, gradient", [
+    (False, (S, R), (S, P)),
+    # By position: a rank's gradient is zero but for its own rows.
+    (True, (R, R), (P, P)),
+])  # fmt: skip
+def test_in_a_layout_a_mask_may_have_whole_rows(whole_rows, placed, gradient):
+    assert mask_placements((S, B), ROWS, whole_rows) == placed
+    assert mask_grad_placements((S, B), (S, B), ROWS, whole_rows) == gradient
+    # What is broadcast along the rows has none to choose.
+    assert mask_placements((S, B), PADDING, whole_rows) == (R, B)
+    assert mask_grad_placements((S, B), (S, B), PADDING, whole_rows) == (P, B)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
