@@ -46,10 +46,18 @@ def extension() -> dict:
 
     with_cuda = bool(cuda_sources and torch.version.cuda and CUDA_HOME)
     flags = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # stable ABI of torch 2.10
+    if with_cuda:
+        flags.append("-DUSE_CUDA")  # shows the stream in torch's headers
+        # Native code for A100 and H100, PTX for what comes after.
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     ext = (CUDAExtension if with_cuda else CppExtension)(
         "cp_dispatch._C",
         sources + (cuda_sources if with_cuda else []),
-        extra_compile_args={"cxx": [*flags, "-DPy_LIMITED_API=0x030a0000"], "nvcc": flags},
+        extra_compile_args={
+            # No FMA: the order of two summands must not matter.
+            "cxx": [*flags, "-ffp-contract=off", "-g0", "-DPy_LIMITED_API=0x030A0000"],
+            "nvcc": [*flags, "-fmad=false", "--threads=0"],
+        },
         py_limited_api=True,
     )
     return {
