@@ -2,9 +2,9 @@
 
 An index, int64 or int32, has shape ``(N,)`` or ``(1, N)`` for all batches or ``(B, N)`` with one
 row for each; -1 stands for a row of zeros, which is how uneven shards are padded. Bad values
-raise. On CPU the kernel looks while it copies; on CUDA looking means waiting for the device, so
-an index that was made and checked on the host (a balancer's) goes with ``checked=True``, and then
-the kernel takes a bad value for -1 and never reads out of bounds.
+raise; on CUDA that means waiting for the device, so an index that was made and checked on the host
+(a balancer's) goes with ``checked=True``. A bad value that comes through all the same raises in
+the CPU kernel, and counts as -1 in the CUDA kernel: neither reads or writes out of bounds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from cp_dispatch import rows
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.permute_ops import permute_op
+
 
 def span_indices(spans: Tensor | Sequence[tuple[int, int]]) -> Tensor:
     """Positions of ``(position, length)`` spans, one after the other, ``(total,)`` int64."""
@@ -39,9 +40,9 @@ def inverse_permutation(indices: Tensor, check: bool = True) -> Tensor:
     """
     _check_index(indices)
     size = indices.size(-1)
-    if check and not indices.is_cpu:  # on CPU the kernel looks for itself
+    if check:
         rows.check_values(indices, size)
-    inverse = rows.invert_index(indices, size, False)
+    inverse = rows.invert_index(indices, size)
     # Within range, whatever occurs twice leaves another row out.
     if check and bool((inverse < 0).any()):
         raise ContextParallelError(
@@ -193,8 +194,8 @@ def _rows_of(tensors, index, dims, start, length) -> tuple[list[Tensor], int]:
 
 
 def _check_values(index: Tensor | None, tensors: list[Tensor], dims, checked: bool) -> None:
-    if index is None or checked or index.is_cpu:
-        return  # on CPU the kernel looks for itself
+    if index is None or checked:
+        return
     rows.check_values(index, min(x.size(d) for x, d in zip(tensors, dims, strict=True)))
 
 

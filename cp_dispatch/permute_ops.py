@@ -57,7 +57,7 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def _permute(tensors: list[Tensor], index: Tensor, dims: list[int], checked: bool, unique: bool):
-    if not checked and not index.is_cpu:  # on CPU the kernel looks for itself
+    if not checked:
         lengths = [x.size(d) for x, d in zip(tensors, dims, strict=True)]
         rows.check_values(index, min(lengths, default=0))
     outs = _permute_fake(tensors, index, dims)
@@ -79,7 +79,7 @@ def _backward(
         group = [i for i, n in enumerate(lengths) if n == length]
         into, out_of, along = ([x[i] for i in group] for x in (outs, grads, dims))
         if unique:
-            inverse = rows.invert_index(index, length, False)
+            inverse = rows.invert_index(index, length)
             rows.copy_rows(into, out_of, inverse, along, False)
             continue
         order, offsets = sources_of(index, length)

@@ -34,7 +34,7 @@ Tensor span_indices(const Tensor spans, int64_t total) {
 }
 
 template <typename T>
-void invert(const Tensor& index, const IndexShape& shape, int64_t size, bool check, T* out) {
+void invert(const Tensor& index, const IndexShape& shape, int64_t size, T* out) {
   const T* values = static_cast<const T*>(index.const_data_ptr());
   for (int64_t b = 0; b < shape.batches; ++b) {
     T* inverse = out + b * size;
@@ -43,15 +43,12 @@ void invert(const Tensor& index, const IndexShape& shape, int64_t size, bool che
       const int64_t value = values[b * shape.batch + i * shape.row];
       STD_TORCH_CHECK(value >= -1 && value < size, "index ", value, " at position ", i,
                       " is out of range: expected -1 (no row) or 0 to ", size - 1);
-      if (value < 0) continue;
-      STD_TORCH_CHECK(!check || inverse[value] < 0, "index ", value, " occurs twice, at positions ",
-                      static_cast<int64_t>(inverse[value]), " and ", i);
-      inverse[value] = static_cast<T>(i);
+      if (value >= 0) inverse[value] = static_cast<T>(i);
     }
   }
 }
 
-Tensor invert_index(const Tensor index, int64_t size, bool check) {
+Tensor invert_index(const Tensor index, int64_t size) {
   const IndexShape shape = index_shape(index);
   STD_TORCH_CHECK(size >= 0, "size must not be negative, got ", size);
   std::vector<int64_t> sizes;
@@ -59,10 +56,10 @@ Tensor invert_index(const Tensor index, int64_t size, bool check) {
   sizes.push_back(size);
   Tensor out = torch::stable::new_empty(index, {sizes.data(), sizes.size()});
   if (index.scalar_type() == ScalarType::Long) {
-    invert(index, shape, size, check, static_cast<int64_t*>(out.mutable_data_ptr()));
+    invert(index, shape, size, static_cast<int64_t*>(out.mutable_data_ptr()));
   } else {
     STD_TORCH_CHECK(shape.length <= INT32_MAX, "an int32 index must be shorter than 2**31");
-    invert(index, shape, size, check, static_cast<int32_t*>(out.mutable_data_ptr()));
+    invert(index, shape, size, static_cast<int32_t*>(out.mutable_data_ptr()));
   }
   return out;
 }

@@ -141,6 +141,27 @@ inline RowCopy plan_rows(const Tensor& target, const Tensor& source,
   return copy;
 }
 
+// Calls `emit` with copies that make up `copy`, whose runs are pieces of `piece` bytes if they
+// are much longer, so that one long run is work for many threads.
+template <typename Emit>
+void cut_runs(RowCopy copy, int64_t piece, const Emit& emit) {
+  if (copy.run % piece != 0 && copy.run < 16 * piece) {
+    emit(copy);
+    return;
+  }
+  const int64_t pieces = copy.run / piece, rest = copy.run % piece;
+  if (rest != 0) {
+    RowCopy tail = copy;
+    tail.source += pieces * piece;
+    tail.target += pieces * piece;
+    tail.run = rest;
+    emit(tail);
+  }
+  copy.run = piece;
+  if (pieces != 1) copy.dims.push_back({pieces, piece, piece, 0});
+  emit(copy);
+}
+
 inline void check_lists(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources,
                         const std::vector<int64_t>& dims) {
   STD_TORCH_CHECK(targets.size() == sources.size() && dims.size() == sources.size(),

@@ -14,6 +14,7 @@ namespace {
 // save reading every line before it is overwritten.
 constexpr int64_t kStreamFrom = int64_t{4} << 20;
 constexpr int64_t kGrainBytes = int64_t{64} << 10;
+constexpr int64_t kPieceBytes = int64_t{64} << 10;
 
 #ifdef __SSE2__
 void stream(char* target, const char* source, int64_t bytes) {
@@ -96,6 +97,7 @@ void copy_range(const RowCopy& copy, int64_t begin, int64_t end) {
 }
 
 void run_copy(const RowCopy& copy) {
+  if (copy.run == 0) return;
   const int64_t count = copy.count();
   const bool streams = copy.run >= 128 && count * copy.run >= kStreamFrom;
   const int64_t grain = std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(copy.run, 1));
@@ -143,7 +145,7 @@ void copy_rows(std::vector<Tensor> targets, std::vector<Tensor> sources,
     index->scalar_type() == ScalarType::Long ? check_values<int64_t>(*index, rows)
                                              : check_values<int32_t>(*index, rows);
   }
-  for (const RowCopy& copy : copies) run_copy(copy);
+  for (const RowCopy& copy : copies) cut_runs(copy, kPieceBytes, run_copy);
 }
 
 }  // namespace
