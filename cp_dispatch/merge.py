@@ -20,7 +20,6 @@ from torch import Tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.extension import has_kernel
 
-
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 library.define(
     "merge_partials(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b,"

@@ -57,9 +57,8 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def _permute(tensors: list[Tensor], index: Tensor, dims: list[int], checked: bool, unique: bool):
-    if not checked:
-        lengths = [x.size(d) for x, d in zip(tensors, dims, strict=True)]
-        rows.check_values(index, min(lengths, default=0))
+    if tensors and not checked:
+        rows.check_values(index, min(x.size(d) for x, d in zip(tensors, dims, strict=True)))
     outs = _permute_fake(tensors, index, dims)
     if tensors:
         rows.copy_rows(outs, tensors, index, dims, False)

@@ -90,13 +90,17 @@ def _gather(source: Tensor, index: Tensor, dim: int) -> Tensor:
 
 def _scatter(target: Tensor, source: Tensor, index: Tensor, dim: int) -> None:
     index = index.long()
-    rows = index.reshape(-1, index.size(-1))
+    rows = _by_batch(index)
     for batch, row in enumerate(rows):
         # Batches of an index (B, N) are written one by one: each skips rows of its own.
         into, out_of = (target, source) if len(rows) == 1 else (target[batch], source[batch])
         along = dim if len(rows) == 1 else dim - 1
         keep = (row >= 0).nonzero().squeeze(1)
         into.index_copy_(along, row[keep], out_of.index_select(along, keep))
+
+
+def _by_batch(index: Tensor) -> Tensor:
+    return index if index.dim() == 2 else index.unsqueeze(0)
 
 
 def _expand(index: Tensor, source: Tensor, dim: int) -> Tensor:
@@ -118,7 +122,7 @@ def sum_rows_eager(
     wide = torch.float64 if source.dtype is torch.float64 else torch.float32
     total = torch.zeros(target.shape, dtype=wide, device=target.device)
     many = offsets.dim() == 2 and offsets.size(0) > 1
-    for batch, bounds in enumerate(offsets.reshape(-1, offsets.size(-1))):
+    for batch, bounds in enumerate(_by_batch(offsets)):
         into, out_of, along = (total[batch], source[batch], dim - 1) if many else (
             total, source, dim,
         )  # fmt: skip
@@ -142,7 +146,7 @@ def span_indices_eager(spans: Tensor, total: int) -> Tensor:
 
 def invert_index_eager(index: Tensor, size: int) -> Tensor:
     """The specification of ``invert_index``."""
-    rows = index.reshape(-1, index.size(-1)) if index.dim() == 2 else index.unsqueeze(0)
+    rows = _by_batch(index)
     if index.device.type == "cpu":
         check_values(index, size)
     # One slot more than asked for takes what -1 stands for.

@@ -5,6 +5,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 setup_env "test,hf"
 cd "$REPO"
+"$PYTHON" - <<'PY'
+from cp_dispatch import extension
+print("extension:", "loaded" if extension.is_loaded() else f"not loaded: {extension.why_not_loaded()}")
+PY
 say "ruff check"
 "$PYTHON" -m ruff check .
 say "ruff format --check"
