@@ -1,4 +1,4 @@
-"""Builds the optional extension `cp_dispatch._C`; everything else is in pyproject.toml."""
+"""Builds the optional extension `cp_dispatch._C` and `._C_cuda`; everything else is in pyproject.toml."""
 
 import os
 import shutil
@@ -44,24 +44,29 @@ def extension() -> dict:
             except Exception as error:  # a build that fails must not fail the installation
                 pure_python(f"the build failed: {error}")
 
-    with_cuda = bool(cuda_sources and torch.version.cuda and CUDA_HOME)
-    flags = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # stable ABI of torch 2.10
-    if with_cuda:
-        flags.append("-DUSE_CUDA")  # shows the stream in torch's headers
+    # The stable ABI of torch 2.10, and Python's of 3.10.
+    flags = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]
+    cxx = [*flags, "-g0", "-ffp-contract=off"]  # no FMA: the order of two summands must not matter
+    modules = [
+        CppExtension(
+            "cp_dispatch._C", sources, extra_compile_args={"cxx": cxx}, py_limited_api=True
+        )
+    ]
+    if cuda_sources and torch.version.cuda and CUDA_HOME:
+        # A module of its own: the wheel then loads beside a torch without CUDA too.
         # Native code for A100 and H100, PTX for what comes after.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    ext = (CUDAExtension if with_cuda else CppExtension)(
-        "cp_dispatch._C",
-        sources + (cuda_sources if with_cuda else []),
-        extra_compile_args={
-            # No FMA: the order of two summands must not matter.
-            "cxx": [*flags, "-ffp-contract=off", "-g0", "-DPy_LIMITED_API=0x030A0000"],
-            "nvcc": [*flags, "-fmad=false", "--threads=0"],
-        },
-        py_limited_api=True,
-    )
+        nvcc = [*flags, "-DUSE_CUDA", "-fmad=false"]  # USE_CUDA shows the stream in torch's headers
+        modules.append(
+            CUDAExtension(
+                "cp_dispatch._C_cuda",
+                cuda_sources,
+                extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+                py_limited_api=True,
+            )
+        )
     return {
-        "ext_modules": [ext],
+        "ext_modules": modules,
         "cmdclass": {"build_ext": OptionalBuild},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }

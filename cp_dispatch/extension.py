@@ -1,4 +1,4 @@
-"""Loads the optional extension ``cp_dispatch._C``: kernels in C++ and CUDA for the small ops.
+"""Loads the optional extension: kernels in C++ (``cp_dispatch._C``) and CUDA (``._C_cuda``).
 
 They register themselves for ``torch.ops.cp_dispatch``. Without them the ops run their Python
 twins, which are their specification, and one line of the log says why.
@@ -28,33 +28,50 @@ def _load() -> str:
         return "CP_DISPATCH_USE_CPP=0"
     if importlib.util.find_spec("cp_dispatch._C") is None:
         return "it is not built; install cp_dispatch where there is a C++ compiler"
+    return _load_module("cp_dispatch._C")
+
+
+def _load_cuda() -> str:
+    """Load the kernels for CUDA. Returns "" if they are loaded or of no use, else why not."""
+    if torch.version.cuda is None:
+        return ""
+    if importlib.util.find_spec("cp_dispatch._C_cuda") is None:
+        return "they are not built; install cp_dispatch where there is nvcc"
+    return _load_module("cp_dispatch._C_cuda")
+
+
+def _load_module(name: str) -> str:
     try:
-        importlib.import_module("cp_dispatch._C")
+        importlib.import_module(name)
     except Exception as error:
         required = f"torch >= {REQUIRED_TORCH} on the platform it was built for"
         return f"it needs {required}, found torch {torch.__version__}: {error}"
     return ""
 
 
-def _report(reason: str) -> None:
+def _report(what: str, reason: str) -> None:
     # What was asked for is no reason to warn.
     level = logging.INFO if reason.startswith("CP_DISPATCH_USE_CPP") else logging.WARNING
-    logger.log(level, "cp_dispatch runs without its C++ extension: %s", reason)
+    logger.log(level, "cp_dispatch runs without its %s: %s", what, reason)
 
 
 _reason = _load()
+_cuda_reason = "" if _reason else _load_cuda()
 if _reason:
-    _report(_reason)
+    _report("C++ extension", _reason)
+elif _cuda_reason:
+    _report("CUDA kernels", _cuda_reason)
 
 
 def is_loaded() -> bool:
-    """Whether the extension's kernels are in use."""
+    """Whether the extension's kernels are in use; those for CUDA, where torch has CUDA, are a
+    matter of their own."""
     return not _reason
 
 
 def why_not_loaded() -> str:
-    """The logged reason, "" if the extension is loaded."""
-    return _reason
+    """The logged reason, "" if nothing is missing."""
+    return _reason or _cuda_reason
 
 
 @functools.cache

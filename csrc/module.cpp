@@ -1,8 +1,3 @@
-// Importing cp_dispatch._C loads this library, whose kernels register themselves.
-#include <Python.h>
+#include "module.h"
 
-extern "C" PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                               nullptr,               nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
-}
+CP_DISPATCH_MODULE(_C)

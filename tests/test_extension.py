@@ -109,7 +109,7 @@ def test_built_for_something_else(monkeypatch, caplog):
     monkeypatch.setattr(extension.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(extension.importlib, "import_module", fails)
     reason = extension._load()
-    extension._report(reason)
+    extension._report("C++ extension", reason)
     for part in ("needs torch >= 2.10", f"found torch {torch.__version__}", "undefined symbol"):
         assert part in reason
     assert [r.getMessage() for r in caplog.records if r.name == "cp_dispatch"] == [
