@@ -14,6 +14,7 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 import cp_dispatch
 from cp_dispatch import extension, rows
+from cp_dispatch.merge_ops import merge_op
 from cp_dispatch.permute import permute_sequence
 from cp_dispatch.permute_ops import backward_op, permute_op, sources_of
 
@@ -68,6 +69,7 @@ USE = """
 import torch
 from cp_dispatch import extension
 from cp_dispatch.merge import merge_partials
+from cp_dispatch.merge_ops import merge_op
 from cp_dispatch.permute import inverse_permutation, permute_sequence, span_indices
 index = span_indices([(2, 2), (0, 2)])
 x = torch.randn(1, 2, 4, 3)
@@ -154,7 +156,7 @@ CALLS = {
     "sum": (rows.sum_rows, sum_arguments()),
     "spans": (rows.span_indices, (torch.tensor([[4, 2], [0, 3]]), 5)),
     "inverse": (rows.invert_index, (torch.tensor([[1, 0, -1]]), 4)),
-    "merge": (torch.ops.cp_dispatch.merge_partials.default, merge_arguments()),
+    "merge in place": (torch.ops.cp_dispatch.merge_partials.default, merge_arguments()),
 }  # fmt: skip
 
 
@@ -172,6 +174,13 @@ def test_opcheck_permute(unique, requires_grad):
     index = torch.tensor([[3, -1, 0], [1, 2, 0]])
     torch.library.opcheck(permute_op, ([x, y], index, [2, 2], True, unique))
     torch.library.opcheck(backward_op, ([x, y], INDEX, [2, 2], [6, 4], unique))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_opcheck_merge(requires_grad, dtype):
+    arguments = [x.clone().requires_grad_(requires_grad) for x in merge_arguments()[:4]]
+    torch.library.opcheck(merge_op, (*arguments, dtype))
 
 
 def test_permute_in_a_compiled_graph():

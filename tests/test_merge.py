@@ -7,6 +7,7 @@ import torch
 
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.merge import OutputAccumulator, merge_eager, merge_partials, token_major
+from cp_dispatch.merge_ops import merge as differentiable_merge
 from tests.distributed.reference import FACTOR
 
 INF = torch.inf
@@ -200,6 +201,34 @@ def test_kernel_equals_twin(dtypes, shape):
             merge(outs[0], lses[0], outs[1], lses[1], out, lse)
             results.append((out, lse))
         torch.testing.assert_close(*results, equal_nan=True)  # torch's default tolerances
+
+
+def test_differentiable_merge():
+    generator = torch.Generator().manual_seed(1)
+    out_a, out_b = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64, generator=generator).unbind(0)
+    lse_a, lse_b = torch.randn(2, 1, 2, 3, dtype=torch.float64, generator=generator).unbind(0)
+    parts = [x.clone().requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
+    assert torch.autograd.gradcheck(differentiable_merge, parts)
+    assert torch.autograd.gradgradcheck(differentiable_merge, parts)
+    for mine, exact in zip(
+        differentiable_merge(*parts), formula64((out_a, lse_a), (out_b, lse_b)), strict=True
+    ):
+        torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_of_sides_without_keys_are_zero(dtype):
+    parts = [*partial(torch.bfloat16), *partial(torch.bfloat16)]
+    parts[0][:, :, :4], parts[1][:, :, :4] = torch.nan, -INF
+    parts[2][:, :, 2:6], parts[3][:, :, 2:6] = torch.nan, -INF
+    parts = [x.requires_grad_() for x in parts]
+    out, lse = differentiable_merge(*parts, dtype=dtype)
+    assert out.dtype is (dtype or torch.bfloat16)
+    (out.float().sum() + lse[:, :, :2].sum()).backward()
+    assert all(x.grad.isfinite().all() and x.grad.dtype is x.dtype for x in parts)
+    assert not any(x.grad[:, :, :4].any() for x in parts[:2])
+    assert not any(x.grad[:, :, 2:6].any() for x in parts[2:])
+    assert (parts[2].grad[:, :, :2] == 1).all() and (parts[0].grad[:, :, 4:6] == 1).all()
 
 
 # The rows (start, length) that the tiles of one shard of 10 rows cover, in order.
