@@ -59,8 +59,6 @@ _reason = _load()
 _cuda_reason = "" if _reason else _load_cuda()
 if _reason:
     _report("C++ extension", _reason)
-elif _cuda_reason:
-    _report("CUDA kernels", _cuda_reason)
 
 
 def is_loaded() -> bool:
@@ -77,5 +75,14 @@ def why_not_loaded() -> str:
 @functools.cache
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether ``torch.ops.cp_dispatch.<op>`` has a kernel for a device, other than its twin."""
+    if device_type == "cuda":
+        _mention_cuda()
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
     return is_loaded() and key is not None and kernel_is_registered(f"cp_dispatch::{op}", key)
+
+
+@functools.cache
+def _mention_cuda() -> None:
+    # Not at import: most who have a torch with CUDA and no GPU need not know.
+    if _cuda_reason:
+        _report("CUDA kernels", _cuda_reason)

@@ -119,6 +119,19 @@ def test_built_for_something_else(monkeypatch, caplog):
     ]
 
 
+def test_missing_cuda_kernels_are_mentioned_once_and_only_with_a_gpu(monkeypatch, caplog):
+    monkeypatch.setattr(extension, "_cuda_reason", "they are not built")
+    extension.has_kernel.cache_clear()
+    extension._mention_cuda.cache_clear()
+    try:
+        for device, lines in (("cpu", 0), ("cuda", 1), ("cuda", 1)):
+            for op in OPS:
+                extension.has_kernel(op, device)
+            assert len([r for r in caplog.records if r.name == "cp_dispatch"]) == lines
+    finally:
+        extension._mention_cuda.cache_clear()
+
+
 @needs_extension
 def test_loaded_in_silence():
     run = python(USE, CP_DISPATCH_USE_CPP="1")
