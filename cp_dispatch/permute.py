@@ -150,10 +150,22 @@ def packed_views(
             f"the buffer must be flat and contiguous, with {sum(sizes)} elements for {length} rows;"
             f" got {_described(buffer)} with strides {tuple(buffer.stride())}"
         )
+    offset = buffer.storage_offset()
     views = []
-    for part, x, d in zip(buffer.split(sizes), like, dims, strict=True):
-        shape = [*x.shape[: min(d, 1)], length, *x.shape[min(d, 1) : d], *x.shape[d + 1 :]]
-        views.append(part.view(shape).movedim(min(d, 1), d))
+    for size, x, d in zip(sizes, like, dims, strict=True):
+        shape = list(x.shape)
+        shape[d] = length
+        # Contiguous but for the rows, which come second.
+        strides, step, row = [0] * len(shape), 1, min(d, 1)
+        for at in (*range(len(shape) - 1, row - 1, -1), *range(row - 1, -1, -1)):
+            if at != d:
+                strides[at] = step
+                step *= shape[at]
+            if at == row:
+                strides[d] = step
+                step *= length
+        views.append(buffer.as_strided(shape, strides, offset))
+        offset += size
     return views
 
 
