@@ -20,6 +20,7 @@ def extension() -> dict:
         sorted(str(p.relative_to(here)) for p in here.glob(f"csrc/{pattern}"))
         for pattern in ("*.cpp", "*.cu")
     )
+    headers = [str(p.relative_to(here)) for p in here.glob("csrc/*") if p.suffix in (".h", ".inl")]
     if not sources:
         return pure_python("csrc/ has no sources")
     try:
@@ -51,7 +52,11 @@ def extension() -> dict:
     cxx = [*flags, "-g0", "-ffp-contract=off"]  # no FMA: the order of two summands must not matter
     modules = [
         CppExtension(
-            "cp_dispatch._C", sources, extra_compile_args={"cxx": cxx}, py_limited_api=True
+            "cp_dispatch._C",
+            sources,
+            depends=headers,
+            extra_compile_args={"cxx": cxx},
+            py_limited_api=True,
         )
     ]
     if cuda_sources and torch.version.cuda and CUDA_HOME:
@@ -63,6 +68,7 @@ def extension() -> dict:
             CUDAExtension(
                 "cp_dispatch._C_cuda",
                 cuda_sources,
+                depends=headers,
                 extra_compile_args={"cxx": cxx, "nvcc": nvcc},
                 py_limited_api=True,
             )

@@ -72,6 +72,13 @@ def why_not_loaded() -> str:
     return _reason or _cuda_reason
 
 
+def state() -> str:
+    """One line for reports: what is loaded, and why not the rest."""
+    if _reason:
+        return f"not loaded: {_reason}"
+    return f"loaded, but not its CUDA kernels: {_cuda_reason}" if _cuda_reason else "loaded"
+
+
 @functools.cache
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether ``torch.ops.cp_dispatch.<op>`` has a kernel for a device, other than its twin."""

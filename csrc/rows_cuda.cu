@@ -67,7 +67,9 @@ class Batch {
   void add(const RowCopy& whole) {
     cut_runs(whole, kPieceBytes, [this](const RowCopy& run) {
       split(run, [this](const RowCopy& copy) {
-        unit_ = std::min(unit_, unit_of(copy));
+        const int unit = unit_of(copy);
+        if (unit != unit_) launch();  // a short tail must not narrow the others
+        unit_ = unit;
         runs_[jobs_.count] = copy.run;
         jobs_.jobs[jobs_.count++] = make_job(copy);
         if (jobs_.count == kMaxJobs) launch();
@@ -98,7 +100,6 @@ class Batch {
     }
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     jobs_.count = 0;
-    unit_ = 16;
   }
 
  private:
@@ -148,7 +149,7 @@ Tensor cumulative(const Tensor& tensor) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(tensor),
                                     torch::stable::detail::from(int64_t{0}),
                                     torch::stable::detail::from(std::nullopt)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::cumsum", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }

@@ -13,8 +13,7 @@ hypothesis.settings.load_profile("cp_dispatch")
 
 
 def pytest_report_header():
-    state = "loaded" if extension.is_loaded() else f"not loaded: {extension.why_not_loaded()}"
-    return f"cp_dispatch extension: {state}"
+    return f"cp_dispatch extension: {extension.state()}"
 
 
 def pytest_collection_modifyitems(items):

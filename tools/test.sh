@@ -5,10 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 setup_env "test,hf"
 cd "$REPO"
-"$PYTHON" - <<'PY'
-from cp_dispatch import extension
-print("extension:", "loaded" if extension.is_loaded() else f"not loaded: {extension.why_not_loaded()}")
-PY
+"$PYTHON" -c 'from cp_dispatch import extension; print("extension:", extension.state())'
 say "ruff check"
 "$PYTHON" -m ruff check .
 say "ruff format --check"
