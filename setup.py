@@ -1,4 +1,4 @@
-"""Builds the optional extension `cp_dispatch._C`; everything else is in pyproject.toml."""
+"""Builds the optional extension, `cp_dispatch._C` and `._C_cuda`; the rest is in pyproject.toml."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from setuptools import setup
 
 
 def pure_python(reason: str) -> dict:
-    print(f"cp_dispatch: installing without the C++ extension ({reason})")
+    print(f"cp_dispatch: installing without compiled kernels ({reason})")
     return {}
 
 
@@ -20,6 +20,7 @@ def extension() -> dict:
         sorted(str(p.relative_to(here)) for p in here.glob(f"csrc/{pattern}"))
         for pattern in ("*.cpp", "*.cu")
     )
+    headers = [str(p.relative_to(here)) for p in here.glob("csrc/*") if p.suffix in (".h", ".inl")]
     if not sources:
         return pure_python("csrc/ has no sources")
     try:
@@ -38,22 +39,42 @@ def extension() -> dict:
         return pure_python(f"no C++ compiler: {compiler}")
 
     class OptionalBuild(BuildExtension):
-        def run(self) -> None:
-            try:
-                super().run()
-            except Exception as error:  # a build that fails must not fail the installation
-                pure_python(f"the build failed: {error}")
+        def build_extensions(self) -> None:
+            while self.extensions:  # a build that fails must not fail the installation
+                try:
+                    return super().build_extensions()
+                except Exception as error:
+                    lost = self.extensions.pop()  # the CUDA kernels first
+                    pure_python(f"{lost.name} does not build: {error}")
 
-    with_cuda = bool(cuda_sources and torch.version.cuda and CUDA_HOME)
-    flags = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # stable ABI of torch 2.10
-    ext = (CUDAExtension if with_cuda else CppExtension)(
-        "cp_dispatch._C",
-        sources + (cuda_sources if with_cuda else []),
-        extra_compile_args={"cxx": [*flags, "-DPy_LIMITED_API=0x030a0000"], "nvcc": flags},
-        py_limited_api=True,
-    )
+    # The stable ABI of torch 2.10, and Python's of 3.10.
+    flags = ["-O3", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]
+    cxx = [*flags, "-g0", "-ffp-contract=off"]  # no FMA: the order of two summands must not matter
+    modules = [
+        CppExtension(
+            "cp_dispatch._C",
+            sources,
+            depends=headers,
+            extra_compile_args={"cxx": cxx},
+            py_limited_api=True,
+        )
+    ]
+    if cuda_sources and torch.version.cuda and CUDA_HOME:
+        # A module of its own: the wheel then loads beside a torch without CUDA too.
+        # Native code for A100 and H100, PTX for what comes after.
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+        nvcc = [*flags, "-DUSE_CUDA", "-fmad=false"]  # USE_CUDA shows the stream in torch's headers
+        modules.append(
+            CUDAExtension(
+                "cp_dispatch._C_cuda",
+                cuda_sources,
+                depends=headers,
+                extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+                py_limited_api=True,
+            )
+        )
     return {
-        "ext_modules": [ext],
+        "ext_modules": modules,
         "cmdclass": {"build_ext": OptionalBuild},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }

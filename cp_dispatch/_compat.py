@@ -47,6 +47,7 @@ __all__ = [
     "group_name",
     "is_functorch_wrapped_tensor",
     "is_tracing",
+    "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
     "register_op_strategy",
@@ -71,6 +72,11 @@ def sdp_priority_order() -> tuple[int, ...]:
 def composite_kernel(dispatch_key: str):
     """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
     return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def kernel_is_registered(op: str, dispatch_key: str) -> bool:
+    """Whether an op has a kernel of its own for a dispatch key, not by way of an alias key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, dispatch_key)
 
 
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:

@@ -17,11 +17,22 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from cp_dispatch.extension import has_kernel
+
+library = torch.library.Library("cp_dispatch", "FRAGMENT")
+library.define(
+    "merge_partials(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b,"
+    " Tensor(a!) out, Tensor(b!) lse) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_op = torch.ops.cp_dispatch.merge_partials.default
+
 
 def merge_partials(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Merge two partial results into ``out`` and ``lse``, which may be ``out_a`` and ``lse_a``.
+    """Merge two partial results into ``out`` and ``lse``, which may be ``out_a`` and ``lse_a``
+    or ``out_b`` and ``lse_b``. Not differentiable.
 
     Args:
         out_a, out_b: partial outputs ``(B, H, S, D)``, any strides and floating dtypes.
@@ -29,12 +40,27 @@ def merge_partials(
         out: where the merged output is written, ``(B, H, S, D)``; its dtype is the cast.
         lse: where the merged logsumexp is written, ``(B, H, S)``.
     """
+    same = lse_a.dtype is lse.dtype and lse_b.dtype is lse.dtype
+    if same and has_kernel("merge_partials", out.device.type):
+        _op(out_a, lse_a, out_b, lse_b, out, lse)
+    else:
+        _merge_in_python(out_a, lse_a, out_b, lse_b, out, lse)
+
+
+def _merge_in_python(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+) -> None:
     if out.is_cuda and lse.dtype is torch.float32 and _triton_is_available():
         from cp_dispatch.merge_triton import merge_triton
 
         merge_triton(out_a, lse_a, out_b, lse_b, out, lse)
     else:
         merge_eager(out_a, lse_a, out_b, lse_b, out, lse)
+
+
+# Behind the extension's kernels, and instead of those that it has not.
+library.impl("merge_partials", _merge_in_python, "CompositeExplicitAutograd")
+torch.library.register_fake("cp_dispatch::merge_partials", lambda *tensors: None, lib=library)
 
 
 @functools.cache

@@ -5,10 +5,15 @@ import pytest
 import torch
 
 import cp_dispatch
+from cp_dispatch import extension
 
 # A slow or shared machine is no failure.
 hypothesis.settings.register_profile("cp_dispatch", deadline=None)
 hypothesis.settings.load_profile("cp_dispatch")
+
+
+def pytest_report_header():
+    return f"cp_dispatch extension: {extension.state()}"
 
 
 def pytest_collection_modifyitems(items):

@@ -148,6 +148,17 @@ def test_composite_kernel(key):
     assert out.requires_grad == key.startswith("Autograd")
 
 
+def test_kernel_is_registered():
+    """Kernels of a device count, those of an alias key that serve every device do not."""
+    library = torch.library.Library("cp_dispatch_compat_kernel", "FRAGMENT")
+    library.define("same(Tensor x) -> Tensor")
+    library.impl("same", torch.clone, "CompositeExplicitAutograd")
+    assert not _compat.kernel_is_registered("cp_dispatch_compat_kernel::same", "CPU")
+    library.impl("same", torch.clone, "CPU")
+    assert _compat.kernel_is_registered("cp_dispatch_compat_kernel::same", "CPU")
+    assert not _compat.kernel_is_registered("cp_dispatch_compat_kernel::same", "CUDA")
+
+
 def test_cudnn_logsumexp_ndim():
     with torch._subclasses.fake_tensor.FakeTensorMode():
         query = torch.empty(2, 4, 16, 64, dtype=torch.float16, device="cuda")

@@ -7,6 +7,7 @@ import torch
 
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.merge import merge_eager, merge_partials
+from cp_dispatch.merge_ops import merge as differentiable_merge
 from tests.distributed.reference import FACTOR
 
 INF = torch.inf
@@ -24,11 +25,24 @@ def partial(dtype=torch.float32, shape=SHAPE):
     return out, 2 * torch.randn(shape[:3], dtype=wide(dtype))
 
 
-def merged(out_a, lse_a, out_b, lse_b, dtype=None):
-    """``merge_eager`` into new tensors."""
-    out, lse = out_a.new_empty(out_a.shape, dtype=dtype or lse_a.dtype), torch.empty_like(lse_a)
-    merge_eager(out_a, lse_a, out_b, lse_b, out, lse)
-    return out, lse
+MERGES = {"twin": merge_eager, "dispatched": merge_partials}
+
+
+@pytest.fixture(params=MERGES)
+def merge(request):
+    """The specification, and what runs here: the extension's kernel where it is loaded."""
+    return MERGES[request.param]
+
+
+@pytest.fixture
+def merged(merge):
+    def merged(out_a, lse_a, out_b, lse_b, dtype=None):
+        """A merge into new tensors."""
+        out, lse = out_a.new_empty(out_a.shape, dtype=dtype or lse_a.dtype), torch.empty_like(lse_a)
+        merge(out_a, lse_a, out_b, lse_b, out, lse)
+        return out, lse
+
+    return merged
 
 
 def assert_as_good(got, exact, one_device):
@@ -44,7 +58,7 @@ def formula64(*partials):
 
 
 @pytest.mark.parametrize("cut", [1, 17, 64, 127])
-def test_two_parts_of_the_keys_give_attention_over_all(cut):
+def test_two_parts_of_the_keys_give_attention_over_all(merged, cut):
     query, key, value = torch.randn(3, 2, 4, 128, 16).unbind(0)
     kernel = BACKENDS["math"].forward
     parts = [
@@ -58,7 +72,7 @@ def test_two_parts_of_the_keys_give_attention_over_all(cut):
         assert_as_good(*results)
 
 
-def test_float64_stays_float64():
+def test_float64_stays_float64(merged):
     a, b = partial(torch.float64), partial(torch.float64)
     got = merged(*a, *b)
     assert [x.dtype for x in got] == [torch.float64] * 2
@@ -67,7 +81,7 @@ def test_float64_stays_float64():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_partials_merge_in_float32_and_round_once(dtype):
+def test_16_bit_partials_merge_in_float32_and_round_once(merged, dtype):
     a, b = partial(dtype), partial(dtype)
     in_float32 = merged(*a, *b)
     for got, exact in zip(in_float32, formula64(a, b), strict=True):
@@ -78,7 +92,7 @@ def test_16_bit_partials_merge_in_float32_and_round_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_order_of_the_two_sides_does_not_matter(dtype):
+def test_order_of_the_two_sides_does_not_matter(merged, dtype):
     a, b = partial(dtype), partial(dtype)
     for one, other in zip(merged(*a, *b), merged(*b, *a), strict=True):
         assert torch.equal(one, other)
@@ -86,7 +100,7 @@ def test_order_of_the_two_sides_does_not_matter(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("garbage", [torch.nan, INF, -INF, 7.0])
-def test_a_side_without_keys_has_no_say(dtype, garbage):
+def test_a_side_without_keys_has_no_say(merged, dtype, garbage):
     out, lse = partial(dtype)
     nothing = torch.full_like(out, garbage), torch.full_like(lse, -INF)
     for pair in ((*nothing, out, lse), (out, lse, *nothing)):
@@ -96,7 +110,7 @@ def test_a_side_without_keys_has_no_say(dtype, garbage):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("garbage", [torch.nan, 7.0])
-def test_a_row_without_keys_on_either_side_is_zero(dtype, garbage):
+def test_a_row_without_keys_on_either_side_is_zero(merged, dtype, garbage):
     a, b = partial(dtype), partial(dtype)
     for out, lse in (a, b):
         out[:, :, 4], lse[:, :, 4] = garbage, -INF
@@ -106,7 +120,7 @@ def test_a_row_without_keys_on_either_side_is_zero(dtype, garbage):
     assert out[:, :, others].isfinite().all() and lse[:, :, others].isfinite().all()
 
 
-def test_an_infinite_logsumexp_takes_the_row():
+def test_an_infinite_logsumexp_takes_the_row(merged):
     (out_a, lse_a), (out_b, lse_b) = partial(), partial()
     lse_a[:, 0], lse_b[:, 1] = INF, INF
     lse_a[:, 2], lse_b[:, 2] = INF, INF
@@ -117,14 +131,14 @@ def test_an_infinite_logsumexp_takes_the_row():
     assert (lse == INF).all()
 
 
-def test_infinity_against_minus_infinity():
+def test_infinity_against_minus_infinity(merged):
     (out_a, lse_a), (out_b, lse_b) = partial(), partial()
     out, lse = merged(out_a, lse_a.fill_(INF), out_b.fill_(torch.nan), lse_b.fill_(-INF))
     assert torch.equal(out, out_a) and (lse == INF).all()
 
 
 @pytest.mark.parametrize("gap", [1e3, 1e30, 3e38])
-def test_far_apart_sides_neither_overflow_nor_turn_nan(gap):
+def test_far_apart_sides_neither_overflow_nor_turn_nan(merged, gap):
     (out_a, lse_a), (out_b, lse_b) = partial(), partial()
     lse_a += gap
     lse_b -= gap
@@ -133,7 +147,7 @@ def test_far_apart_sides_neither_overflow_nor_turn_nan(gap):
         assert torch.equal(out, out_a) and torch.equal(lse, lse_a)
 
 
-def test_nan_of_a_kernel_is_not_hidden():
+def test_nan_of_a_kernel_is_not_hidden(merged):
     (out_a, lse_a), b = partial(), partial()
     lse_a[:, :, 3] = torch.nan
     out_a[:, :, 5] = torch.nan
@@ -144,12 +158,12 @@ def test_nan_of_a_kernel_is_not_hidden():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_in_place(dtype, side):
+def test_in_place(merged, merge, dtype, side):
     a, b = partial(dtype), partial(dtype)
     a[1][:, :, 0], b[1][:, :, 1] = -INF, -INF
     expected = merged(*a, *b, dtype=dtype)
     target = a if side == "a" else b
-    merge_eager(*a, *b, *target)
+    merge(*a, *b, *target)
     for got, want in zip(target, expected, strict=True):
         assert torch.equal(got, want)
 
@@ -161,18 +175,58 @@ def layouts(out, lse):
     yield out.repeat_interleave(3, 2)[:, :, ::3], lse.repeat_interleave(3, 2)[:, :, ::3]
 
 
-def test_any_strides():
+def test_any_strides(merged, merge):
     a, b = partial(), partial()
     expected = merged(*a, *b)
     for x, y, target in itertools.product(layouts(*a), layouts(*b), layouts(*partial())):
-        merge_eager(*x, *y, *target)
+        merge(*x, *y, *target)
         for got, want in zip(target, expected, strict=True):
             assert torch.equal(got, want)
 
 
-def test_merge_partials_is_merge_eager_on_cpu():
-    a, b = partial(), partial()
-    out, lse = torch.empty_like(a[0]), torch.empty_like(a[1])
-    merge_partials(*a, *b, out, lse)
-    for got, want in zip((out, lse), merged(*a, *b), strict=True):
-        assert torch.equal(got, want)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (1, 2, 9, 1300), (2, 2, 0, 4)])
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, repeat=3)], ids=str)
+def test_kernel_equals_twin(dtypes, shape):
+    """Every combination of dtypes, with every pair of finite and infinite logsumexps."""
+    *sides, dtype = dtypes
+    for lse_dtype in (torch.float32, torch.float64):
+        outs = [torch.randn(shape).to(d) for d in sides]
+        values = torch.tensor([-INF, INF, torch.nan, -1e30, 1e30, 0.0, 1.5, -2.0], dtype=lse_dtype)
+        lses = [values[torch.randint(8, shape[:3])] for _ in sides]
+        for out, lse in zip(outs, lses, strict=True):
+            out[lse == -INF] = torch.nan
+        results = []
+        for merge in MERGES.values():
+            out, lse = torch.empty(shape, dtype=dtype), torch.empty(shape[:3], dtype=lse_dtype)
+            merge(outs[0], lses[0], outs[1], lses[1], out, lse)
+            # Sums in float32 are no better for lying in float64.
+            results.append((out.to(lse_dtype) if dtype is torch.float64 else out, lse))
+        torch.testing.assert_close(*results, equal_nan=True)  # torch's default tolerances
+
+
+def test_differentiable_merge():
+    generator = torch.Generator().manual_seed(1)
+    out_a, out_b = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64, generator=generator).unbind(0)
+    lse_a, lse_b = torch.randn(2, 1, 2, 3, dtype=torch.float64, generator=generator).unbind(0)
+    parts = [x.clone().requires_grad_() for x in (out_a, lse_a, out_b, lse_b)]
+    assert torch.autograd.gradcheck(differentiable_merge, parts)
+    assert torch.autograd.gradgradcheck(differentiable_merge, parts)
+    for mine, exact in zip(
+        differentiable_merge(*parts), formula64((out_a, lse_a), (out_b, lse_b)), strict=True
+    ):
+        torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_of_sides_without_keys_are_zero(dtype):
+    parts = [*partial(torch.bfloat16), *partial(torch.bfloat16)]
+    parts[0][:, :, :4], parts[1][:, :, :4] = torch.nan, -INF
+    parts[2][:, :, 2:6], parts[3][:, :, 2:6] = torch.nan, -INF
+    parts = [x.requires_grad_() for x in parts]
+    out, lse = differentiable_merge(*parts, dtype=dtype)
+    assert out.dtype is (dtype or torch.bfloat16)
+    (out.float().sum() + lse[:, :, :2].sum()).backward()
+    assert all(x.grad.isfinite().all() and x.grad.dtype is x.dtype for x in parts)
+    assert not any(x.grad[:, :, :4].any() for x in parts[:2])
+    assert not any(x.grad[:, :, 2:6].any() for x in parts[2:])
+    assert (parts[2].grad[:, :, :2] == 1).all() and (parts[0].grad[:, :, 4:6] == 1).all()

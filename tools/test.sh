@@ -5,6 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 setup_env "test,hf"
 cd "$REPO"
+"$PYTHON" -c 'from cp_dispatch import extension; print("extension:", extension.state())'
 say "ruff check"
 "$PYTHON" -m ruff check .
 say "ruff format --check"

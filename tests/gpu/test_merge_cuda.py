@@ -121,9 +121,10 @@ def test_more_than_two_billion_elements(merge_triton):
     assert bool((out_a.sum(-1, dtype=torch.float32) == 2 * shape[-1]).all())
 
 
-def test_public_function_picks_triton(merge_triton, monkeypatch):
+def test_public_function_picks_triton_without_the_extension(merge_triton, monkeypatch):
     import cp_dispatch.merge_triton as module
 
+    monkeypatch.setattr("cp_dispatch.merge.has_kernel", lambda *args: False)
     calls = []
     monkeypatch.setattr(module, "merge_triton", lambda *args: calls.append(args))
     parts = partials((1, 1, 4, 8), torch.bfloat16, torch.bfloat16)

@@ -1,0 +1,95 @@
+"""Loads the optional extension: kernels in C++ (``cp_dispatch._C``) and CUDA (``._C_cuda``).
+
+They register themselves for ``torch.ops.cp_dispatch``. Without them the ops run their Python
+twins, which are their specification, and one line of the log says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+
+import torch
+
+from cp_dispatch._compat import kernel_is_registered
+
+logger = logging.getLogger("cp_dispatch")
+
+#: The oldest torch that the kernels load in: that of the stable ABI they were built for.
+REQUIRED_TORCH = "2.10"
+
+
+def _load() -> str:
+    """Load the extension. Returns "" if it is loaded, else why not."""
+    if os.environ.get("CP_DISPATCH_USE_CPP", "1") == "0":
+        return "CP_DISPATCH_USE_CPP=0"
+    if importlib.util.find_spec("cp_dispatch._C") is None:
+        return "it is not built; install cp_dispatch where there is a C++ compiler"
+    return _load_module("cp_dispatch._C")
+
+
+def _load_cuda() -> str:
+    """Load the kernels for CUDA. Returns "" if they are loaded or of no use, else why not."""
+    if torch.version.cuda is None:
+        return ""
+    if importlib.util.find_spec("cp_dispatch._C_cuda") is None:
+        return "they are not built; install cp_dispatch where there is nvcc"
+    return _load_module("cp_dispatch._C_cuda")
+
+
+def _load_module(name: str) -> str:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        required = f"torch >= {REQUIRED_TORCH} on the platform it was built for"
+        return f"it needs {required}, found torch {torch.__version__}: {error}"
+    return ""
+
+
+def _report(what: str, reason: str) -> None:
+    # What was asked for is no reason to warn.
+    level = logging.INFO if reason.startswith("CP_DISPATCH_USE_CPP") else logging.WARNING
+    logger.log(level, "cp_dispatch runs without its %s: %s", what, reason)
+
+
+_reason = _load()
+_cuda_reason = "" if _reason else _load_cuda()
+if _reason:
+    _report("C++ extension", _reason)
+
+
+def is_loaded() -> bool:
+    """Whether the extension's kernels are in use; those for CUDA, where torch has CUDA, are a
+    matter of their own."""
+    return not _reason
+
+
+def why_not_loaded() -> str:
+    """The logged reason, "" if nothing is missing."""
+    return _reason or _cuda_reason
+
+
+def state() -> str:
+    """One line for reports: what is loaded, and why not the rest."""
+    if _reason:
+        return f"not loaded: {_reason}"
+    return f"loaded, but not its CUDA kernels: {_cuda_reason}" if _cuda_reason else "loaded"
+
+
+@functools.cache
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether ``torch.ops.cp_dispatch.<op>`` has a kernel for a device, other than its twin."""
+    if device_type == "cuda":
+        _mention_cuda()
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
+    return is_loaded() and key is not None and kernel_is_registered(f"cp_dispatch::{op}", key)
+
+
+@functools.cache
+def _mention_cuda() -> None:
+    # Not at import: most who have a torch with CUDA and no GPU need not know.
+    if _cuda_reason:
+        _report("CUDA kernels", _cuda_reason)

@@ -1,0 +1,3 @@
+#include "module.h"
+
+CP_DISPATCH_MODULE(_C_cuda)

@@ -1,0 +1,318 @@
+"""The extension's CUDA kernels against their twins on the same device.
+
+``-m gpu -k "not large"`` is quick enough for ``compute-sanitizer``; see ``csrc/README.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cp_dispatch import extension, rows
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.merge import merge_eager, merge_partials, token_major
+from cp_dispatch.permute import (
+    inverse_permutation,
+    pack_sequence,
+    permute_sequence,
+    span_indices,
+    unpack_sequence,
+)
+from cp_dispatch.permute_ops import sources_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+INF, NAN = torch.inf, torch.nan
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+
+
+def test_kernels_are_loaded():
+    for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials"):
+        assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
+
+
+def randoms(*shape, dtype=torch.float32):
+    x = torch.randint(-100, 100, shape, device="cuda").float()
+    return (x > 0) if dtype is torch.bool else x.to(dtype)
+
+
+def bits(x):
+    """Comparable, whatever the dtype."""
+    return x.contiguous().view(torch.uint8) if x.itemsize == 1 else x
+
+
+def both(targets, sources, index, dims, scatter):
+    """What kernel and twin leave in copies of the targets, equal."""
+    results = []
+    for copy in (rows.copy_rows, rows.copy_rows_eager):
+        outs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
+                for x in targets]  # fmt: skip
+        copy(outs, sources, index, dims, scatter)
+        results.append(outs)
+    for kernel, twin in zip(*results, strict=True):
+        assert torch.equal(bits(kernel), bits(twin))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_copy_every_dim_and_dtype(dtype, kind):
+    x = randoms(3, 4, 5, 6, dtype=dtype)
+    for dim in range(4):
+        index = torch.tensor([2, 0, -1, 1, 2], dtype=kind, device="cuda")
+        shape = [5 if d == dim else n for d, n in enumerate(x.shape)]
+        both([x.new_ones(shape)], [x], index, [dim], False)
+        places = torch.tensor([4, -1, 0, 6, 2, 5][: x.size(dim)], dtype=kind, device="cuda")
+        shape = [7 if d == dim else n for d, n in enumerate(x.shape)]
+        both([x.new_ones(shape)], [x], places, [dim], True)
+
+
+def layouts(x):
+    yield x
+    yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield x.mT.contiguous().mT
+    yield x.repeat_interleave(2, -1)[..., ::2]
+    yield x.repeat_interleave(3, 2)[:, :, ::3]
+    yield torch.cat([x, x], -1)[..., x.size(-1) :]
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_copy_any_strides(scatter):
+    x = randoms(2, 3, 8, 24, dtype=torch.bfloat16)
+    index = torch.randperm(8, device="cuda")
+    per_batch = torch.stack([index, index.flip(0)])
+    for source, target in itertools.product(layouts(x), layouts(torch.zeros_like(x))):
+        for i in (index, per_batch, None):
+            both([target], [source], i, [2], scatter)
+
+
+def test_copy_of_many_dims_and_of_expanded_memory():
+    x = randoms(2, 3, 2, 3, 2, 3, 2, 3, 2).permute(8, 1, 6, 3, 4, 5, 2, 7, 0)
+    index = torch.tensor([1, -1, 0, 0], device="cuda")
+    for dim in (0, 4, 8):
+        (out,) = permute_sequence([x], index, dim)
+        expected = x.index_select(dim, index.clamp(min=0))
+        expected.select(dim, 1).zero_()
+        assert torch.equal(out, expected)
+    x = randoms(2, 1, 6, 8).expand(-1, 5, -1, -1)
+    both([x.new_ones(2, 5, 4, 8)], [x], index, [2], False)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 40, 96, 128, 255, 8192, 100_000])
+def test_copy_of_rows_of_every_length(dim):
+    """Also more tensors than one launch takes, of different alignments."""
+    xs = [randoms(1, 70, 2, dim + extra, dtype=torch.bfloat16) for extra in (0, 0, 1, 2, 8, 0)]
+    index = torch.randint(-1, 70, (90,), device="cuda")
+    targets = [x.new_ones(1, 90, 2, x.size(-1)) for x in xs]
+    both(targets, xs, index, [1] * 6, False)
+    both([torch.ones_like(x) for x in xs], xs, None, [1] * 6, False)
+    flat = xs[0].flatten()
+    both([torch.ones_like(flat)[1:]], [flat[1:]], None, [0], False)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+def test_copy_of_nothing(shape):
+    x = torch.ones(shape, device="cuda")
+    index = torch.full((3,), -1, device="cuda")
+    assert not permute_sequence([x], index, 1)[0].any()
+    assert permute_sequence([x], index[:0], 1)[0].numel() == 0
+
+
+def test_bad_values_raise_and_never_read_out_of_bounds():
+    x = randoms(2, 4, 3)
+    for bad in ([0, 4], [-2, 0], [2**40, 0]):
+        index = torch.tensor(bad, device="cuda")
+        for function in (
+            lambda index=index: permute_sequence([x], index, 1),
+            lambda index=index: pack_sequence([x], index, 1),
+            lambda index=index: unpack_sequence(torch.zeros(12, device="cuda"), [x], index, 1),
+            lambda index=index: inverse_permutation(index),
+        ):
+            with pytest.raises(ContextParallelError, match="out of range"):
+                function()
+        (out,) = permute_sequence([x], index, 1, checked=True)  # promised in error
+        for i, row in enumerate(bad):
+            assert torch.equal(out[:, i], x[:, row] if row == 0 else torch.zeros_like(x[:, 0]))
+    with pytest.raises(ContextParallelError, match="on one device"):
+        permute_sequence([x], torch.tensor([0]), 1)
+
+
+def test_checked_calls_do_not_wait_for_the_device():
+    x, index = randoms(2, 4, 3), torch.tensor([1, 0, -1], device="cuda")
+    x.requires_grad_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for unique in (True, False):
+            (out,) = permute_sequence([x], index, 1, checked=True, unique=unique)
+            out.sum().backward()
+        with torch.no_grad():
+            buffer = pack_sequence([x], index, 1, checked=True)
+            unpack_sequence(buffer, [x], index, 1, checked=True)
+            inverse_permutation(index, check=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sum_rows(dtype):
+    for shape in ((2, 3, 70, 40), (2, 1, 70, 3), (2, 5, 70, 0)):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        for source in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+            index = torch.randint(-1, 20, (2, 70), device="cuda")
+            order, offsets = sources_of(index, 25)
+            results = []
+            for function in (rows.sum_rows, rows.sum_rows_eager):
+                out = torch.full((*shape[:2], 25, shape[3]), NAN, dtype=dtype, device="cuda")
+                function(out, source, order, offsets, 2)
+                results.append(out)
+            torch.testing.assert_close(*results)
+
+
+def test_gradients():
+    x = torch.randn(2, 3, 4, 2, dtype=torch.float64, device="cuda", requires_grad=True)
+    for values, unique in (([1, -1, 1, 0], False), ([[1, -1, 3, 0], [2, 1, 0, -1]], True)):
+        index = torch.tensor(values, device="cuda")
+
+        def function(x, index=index, unique=unique):
+            return permute_sequence([x], index, 2, unique=unique)[0] ** 2
+
+        assert torch.autograd.gradcheck(function, (x,))
+        assert torch.autograd.gradgradcheck(function, (x,))
+
+
+def test_pack_and_unpack():
+    k = randoms(2, 64, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
+    v = randoms(2, 8, 64, 96, dtype=torch.bfloat16)
+    index = torch.randperm(64, device="cuda")
+    for keywords in ({}, {"start": 5, "length": 32}, {"index": index}):
+        buffer = pack_sequence([k, v], **keywords)
+        expected = pack_sequence(
+            [k.cpu(), v.cpu()],
+            **{n: getattr(x, "cpu", lambda x=x: x)() for n, x in keywords.items()},
+        )
+        assert torch.equal(buffer.cpu(), expected)
+        targets = [torch.zeros_like(k), torch.zeros_like(v)]
+        unpack_sequence(buffer, targets, **keywords)
+        assert torch.equal(pack_sequence(targets, **keywords), buffer)
+
+
+def test_indices():
+    spans = torch.stack([torch.randint(0, 1 << 40, (500,)), torch.randint(0, 50, (500,))], 1).cuda()
+    total = int(spans[:, 1].sum())
+    expected = rows.span_indices_eager(spans, total)
+    assert torch.equal(span_indices(spans), expected)
+    assert torch.equal(span_indices(spans.mT.contiguous().mT), expected)
+    assert span_indices(spans[:0]).numel() == 0
+    for dtype in (torch.int64, torch.int32):
+        indices = torch.stack([torch.randperm(1000, device="cuda") for _ in range(3)]).to(dtype)
+        assert torch.equal(inverse_permutation(indices).long(), indices.argsort(-1))
+        some = indices[:, :900].contiguous()
+        some[:, ::7] = -1
+        assert torch.equal(rows.invert_index(some, 1000), rows.invert_index_eager(some, 1000))
+    with pytest.raises(ContextParallelError, match="no permutation"):
+        inverse_permutation(torch.tensor([0, 0], device="cuda"))
+
+
+def merge_both(parts, dtype):
+    results = []
+    for merge in (torch.ops.cp_dispatch.merge_partials, merge_eager):
+        out = torch.full(parts[0].shape, NAN, dtype=dtype, device="cuda")
+        lse = torch.full_like(parts[1], NAN)
+        merge(*parts, out, lse)
+        # Sums in float32 are no better for lying in float64.
+        results.append((out.to(lse.dtype) if dtype is torch.float64 else out, lse))
+    torch.testing.assert_close(*results, equal_nan=True)
+    return results[0]
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(FLOATS, repeat=3)], ids=str)
+def test_merge_of_every_dtype_and_infinity(dtypes):
+    values = torch.tensor([-INF, INF, NAN, -1e30, 1e30, 0.0, 1.5, -2.0], device="cuda")
+    for shape in ((2, 3, 30, 128), (1, 2, 64, 7), (1, 1, 3, 512), (2, 2, 0, 8), (1, 2, 3, 96)):
+        for lse_dtype in (torch.float32, torch.float64):
+            a, b = (torch.randn(shape, device="cuda").to(d) for d in dtypes[:2])
+            la, lb = (values[torch.randint(8, shape[:3])].to(lse_dtype) for _ in range(2))
+            a[la == -INF], b[lb == -INF] = NAN, INF
+            merge_both((a, la, b, lb), dtypes[2])
+
+
+def test_merge_any_strides():
+    a, b = (torch.randn(2, 3, 8, 32, device="cuda").bfloat16() for _ in range(2))
+    la, lb = (torch.randn(2, 3, 8, device="cuda") for _ in range(2))
+    for x, y in itertools.product(layouts(a), layouts(b)):
+        merge_both((x, la.mT.contiguous().mT, y, lb.repeat_interleave(2, -1)[..., ::2]), a.dtype)
+
+
+@pytest.mark.parametrize("side", [0, 2])
+@pytest.mark.parametrize("dim", [7, 64, 128, 512])
+def test_merge_in_place(dim, side):
+    """Also where several threads share a row whose logsumexp one of them overwrites."""
+    parts = []
+    for _ in range(2):
+        out = token_major(2, 4, 500, dim, like=torch.empty(0, device="cuda")).normal_()
+        parts += [out, torch.randn(2, 4, 500, device="cuda")]
+    expected = torch.empty_like(parts[0]), torch.empty_like(parts[1])
+    merge_eager(*parts, *expected)
+    window = [x[:, :, 20:450] for x in parts]
+    target = window[side : side + 2]
+    outside = [x[:, :, :20].clone() for x in parts[side : side + 2]]
+    torch.ops.cp_dispatch.merge_partials(*window, *target)
+    torch.testing.assert_close(tuple(target), tuple(x[:, :, 20:450] for x in expected))
+    for x, before in zip(parts[side : side + 2], outside, strict=True):
+        assert torch.equal(x[:, :, :20], before)
+
+
+def test_public_merge_uses_the_kernel(monkeypatch):
+    import cp_dispatch.merge as module
+
+    def not_called(*args):
+        raise AssertionError("the twin was called")
+
+    monkeypatch.setattr(module, "_merge_in_python", not_called)
+    a, b, out = (torch.randn(1, 2, 3, 8, device="cuda").bfloat16() for _ in range(3))
+    la, lb, lse = (torch.randn(1, 2, 3, device="cuda") for _ in range(3))
+    merge_partials(a, la, b, lb, out, lse)
+
+
+def test_another_stream_and_another_device():
+    x, index = randoms(1, 4096, 64), torch.randperm(4096, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = x.clone()
+        torch.cuda._sleep(10_000_000)  # what runs on another stream would overtake this
+        y.add_(1)
+        (out,) = permute_sequence([y], index, 1, checked=True)
+    stream.synchronize()
+    assert torch.equal(out, (x + 1)[:, index])
+    if torch.cuda.device_count() > 1:
+        x, index = x.to("cuda:1"), index.to("cuda:1")
+        assert torch.equal(permute_sequence([x], index, 1)[0], x[:, index])
+        assert torch.cuda.current_device() == 0
+
+
+def test_large_more_than_two_billion_elements():
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    length = 2**24 + 5
+    x = torch.zeros(1, length, 130, dtype=torch.uint8, device="cuda")
+    x[:, -1] = 7
+    x[:, 3] = 5
+    index = torch.arange(length - 1, -1, -1, device="cuda")
+    index[1] = -1
+    (out,) = permute_sequence([x], index, 1, checked=True)
+    assert (out[:, 0] == 7).all() and (out[:, -4] == 5).all()
+    assert out.sum(dtype=torch.int64) == 12 * 130
+    targets = [torch.zeros_like(x)]
+    unpack_sequence(out.flatten(), targets, index, 1, checked=True)
+    assert torch.equal(targets[0], x)
+    # One element at a time, more than a launch takes.
+    odd = x.mT.contiguous().mT
+    (out,) = permute_sequence([odd.mT], index, 2, checked=True)
+    assert (out[..., 0] == 7).all() and (out[..., -4] == 5).all()
+    assert out.sum(dtype=torch.int64) == 12 * 130

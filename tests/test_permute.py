@@ -1,0 +1,427 @@
+"""Permuting, packing and indices of rows: the extension's kernels and their twins alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_dispatch import rows
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.permute import (
+    inverse_permutation,
+    pack_sequence,
+    packed_views,
+    permute_sequence,
+    span_indices,
+    unpack_sequence,
+)
+from cp_dispatch.permute_ops import memory_order, sources_of
+
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
+    torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool,
+    torch.float8_e4m3fn,
+]  # fmt: skip
+COPIES = {"op": rows.copy_rows, "twin": rows.copy_rows_eager}
+SUMS = {"op": rows.sum_rows, "twin": rows.sum_rows_eager}
+
+
+def numbered(*shape, dtype=torch.float32):
+    """Different elements, as far as the dtype can tell them apart."""
+    numbers = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
+    return (numbers % 2 == 1) if dtype is torch.bool else (numbers % 120).to(dtype)
+
+
+def by_hand(x, index, dim):
+    """What permute_sequence promises, row by row."""
+    index = index.expand(x.size(0), -1) if index.dim() == 2 else index
+    out = []
+    for i in range(index.size(-1)):
+        column = index[:, i].tolist() if index.dim() == 2 else [int(index[i])]
+        if len(column) == 1:
+            row = x.select(dim, column[0]) if column[0] >= 0 else torch.zeros_like(x.select(dim, 0))
+        else:
+            row = torch.stack([x[b].select(dim - 1, r) if r >= 0 else
+                               torch.zeros_like(x[b].select(dim - 1, 0))
+                               for b, r in enumerate(column)])  # fmt: skip
+        out.append(row)
+    return torch.stack(out, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", range(-4, 4))
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=str)
+def test_every_dim_and_dtype(dim, dtype, kind):
+    x = numbered(3, 4, 5, 6, dtype=dtype)
+    index = torch.tensor([2, 0, -1, 1, 2], dtype=kind)
+    (out,) = permute_sequence([x], index, dim)
+    wide = torch.complex128 if x.is_complex() else torch.float64  # float8 has no comparison
+    assert out.dtype is dtype and torch.equal(out.to(wide), by_hand(x.to(wide), index, dim % 4))
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_an_index_per_batch_row(copy, dim):
+    x = numbered(2, 4, 5, 6)
+    index = torch.tensor([[0, 3, -1, 3], [-1, 2, 1, 0]])
+    expected = by_hand(x, index, dim)
+    out = torch.full_like(expected, torch.nan)
+    COPIES[copy]([out], [x], index, [dim], False)
+    assert torch.equal(out, expected)
+    (out,) = permute_sequence([x], index[:1], dim)
+    assert torch.equal(out, by_hand(x, index[0], dim))
+
+
+def layouts(x):
+    """The same numbers in other memory."""
+    yield x
+    yield x.transpose(1, 2).contiguous().transpose(1, 2)
+    yield x.mT.contiguous().mT
+    yield x.repeat_interleave(2, -1)[..., ::2]
+    yield x.repeat_interleave(3, 2)[:, :, ::3]
+    yield torch.cat([x, x], -1)[..., x.size(-1) :]
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("copy", COPIES)
+def test_any_strides_on_both_sides(copy, scatter):
+    x, index = numbered(2, 3, 8, 4), torch.tensor([7, 1, 0, 2, 5, 3, 6, 4])
+    expected = x[:, :, index.argsort() if scatter else index]
+    for source, target in itertools.product(layouts(x), layouts(torch.zeros_like(x))):
+        COPIES[copy]([target], [source], index, [2], scatter)
+        assert torch.equal(target, expected)
+        COPIES[copy]([target], [source], None, [2], scatter)
+        assert torch.equal(target, x)
+
+
+def test_expanded_inputs_and_their_gradient():
+    x = torch.randn(2, 1, 6, 3, requires_grad=True)
+    index = torch.tensor([5, -1, 0, 0])
+    (out,) = permute_sequence([x.expand(-1, 4, -1, -1)], index, 2)
+    assert torch.equal(out, by_hand(x.detach().expand(-1, 4, -1, -1), index, 2))
+    out.sum().backward()
+    assert x.grad[0, 0, :, 0].tolist() == [8, 0, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("stride", "order"),
+    [((60, 20, 5, 1), [0, 1, 2, 3]), ((60, 5, 15, 1), [0, 2, 1, 3]), ((0, 5, 15, 1), [0, 2, 1, 3]),
+     ((60, 0, 5, 1), [0, 1, 2, 3]), ((1, 2, 8, 24), [3, 2, 1, 0]), ((0, 0, 0, 0), [0, 1, 2, 3])],
+    ids=str,
+)  # fmt: skip
+def test_memory_order(stride, order):
+    assert memory_order(torch.empty_strided((2, 4, 3, 5), stride)) == order
+
+
+def test_output_lies_in_memory_as_the_input_does():
+    token_major = torch.randn(1, 6, 2, 4).transpose(1, 2)
+    plain = torch.randn(1, 2, 6, 4)
+    outs = permute_sequence([token_major, plain], torch.tensor([3, 1, -1]), 2)
+    assert outs[0].transpose(1, 2).is_contiguous() and outs[1].is_contiguous()
+
+
+def test_several_tensors_of_different_kinds_at_once():
+    tensors = [torch.randn(2, 5, 3), numbered(5, dtype=torch.int64), torch.ones(2, 2, 2, 2, 5) > 0]
+    index = torch.tensor([4, -1, 1])
+    outs = permute_sequence(tensors, index, [1, 0, -1])
+    for x, out, dim in zip(tensors, outs, (1, 0, 4), strict=True):
+        assert torch.equal(out, by_hand(x, index, dim))
+    assert permute_sequence([], index, 0) == []
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+def test_nothing_to_move(shape):
+    x = torch.randn(shape)
+    index = torch.tensor([0, -1, 3] if shape[1] else [-1, -1, -1])
+    (out,) = permute_sequence([x], index, 1)
+    assert out.shape == (shape[0], 3, shape[2]) and (out[:, 1] == 0).all()
+    (out,) = permute_sequence([x], index[:0], 1)
+    assert out.shape == (shape[0], 0, shape[2])
+
+
+@pytest.mark.parametrize("bytes_of_row", [1, 100, 1 << 12, 1 << 18, (1 << 21) + 3])
+def test_large_rows_and_large_copies(bytes_of_row):
+    """Sizes at which the CPU kernel streams, or cuts a run for its threads."""
+    count = max(3, (1 << 23) // bytes_of_row)
+    x = torch.randint(0, 256, (count, bytes_of_row), dtype=torch.uint8)
+    index = torch.randperm(count)
+    index[1] = -1
+    expected = torch.empty_like(x)
+    rows.copy_rows_eager([expected], [x], index, [0], False)
+    assert torch.equal(permute_sequence([x], index, 0)[0], expected)
+    out = torch.empty(x.numel() + 1, dtype=torch.uint8)[1:]  # not aligned
+    rows.copy_rows([out], [x.flatten()], None, [0], False)
+    assert torch.equal(out, x.flatten())
+
+
+@pytest.mark.parametrize("unique", [False, True])
+@pytest.mark.parametrize(
+    "index", [[1, -1, 3, 0], [[1, -1, 3, 0], [2, 1, 0, -1]], [[3, 2, -1, 1]]], ids=str
+)
+def test_gradients_of_first_and_second_order(index, unique):
+    x = torch.randn(2, 3, 4, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(2, 4, dtype=torch.complex128, requires_grad=True)
+
+    def function(x, y):
+        a, b = permute_sequence([x, y], torch.tensor(index), [2, 1], unique=unique)
+        return a * a, b * b
+
+    assert torch.autograd.gradcheck(function, (x, y))
+    assert torch.autograd.gradgradcheck(function, (x, y))
+
+
+@pytest.mark.parametrize("index", [[1, 1, 1, -1, 0], [[1, 0, 1], [2, 2, 2]]], ids=str)
+def test_rows_taken_twice_get_the_sum(index):
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: permute_sequence([x], torch.tensor(index), 1)[0], x)
+
+
+def test_gradient_only_where_it_is_wanted():
+    a, b = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
+    c = torch.arange(3)
+    out_a, out_b, out_c = permute_sequence([a, b, c], torch.tensor([2, 2]), 0)
+    out_a.sum().backward()
+    assert out_a.requires_grad and not out_c.requires_grad
+    assert a.grad.tolist() == [[0, 0], [0, 0], [2, 2]] and b.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("sums", SUMS)
+def test_repeats_are_summed_wide_and_rounded_once(sums, dtype):
+    x = torch.randn(2, 3, 700, 6).to(dtype)
+    index = torch.randint(-1, 20, (2, 700))
+    order, offsets = sources_of(index, 25)
+    out = torch.full((2, 3, 25, 6), torch.nan, dtype=dtype)
+    SUMS[sums](out, x, order, offsets, 2)
+    wide = torch.zeros(2, 3, 25, 6, dtype=torch.float64)
+    for b, i in itertools.product(range(2), range(700)):
+        if index[b, i] >= 0:
+            wide[b, :, index[b, i]] += x[b, :, i]
+    limits = {torch.float64: 1e-12, torch.float32: 1e-5}
+    limit = limits.get(dtype, 1e-4)
+    torch.testing.assert_close(out, wide.to(dtype), atol=limit, rtol=torch.finfo(dtype).eps)
+    again = torch.empty_like(out)
+    SUMS[sums](again, x, order, offsets, 2)
+    assert torch.equal(out, again)
+
+
+# Packing.
+
+
+@pytest.mark.parametrize("length", [None, 3])
+@pytest.mark.parametrize("start", [0, 2])
+def test_pack_of_a_range_is_token_major(start, length):
+    k, v = torch.randn(2, 3, 8, 4), torch.randn(2, 8, 3, 6).transpose(1, 2)
+    buffer = pack_sequence([k, v], start=start, length=length)
+    stop = 8 if length is None else start + length
+    parts = [x[:, :, start:stop].transpose(1, 2).reshape(-1) for x in (k, v)]
+    assert torch.equal(buffer, torch.cat(parts))
+    views = packed_views(buffer, [k, v], stop - start)
+    assert [x.data_ptr() for x in views] == [
+        buffer.data_ptr(), buffer[parts[0].numel() :].data_ptr()
+    ]  # fmt: skip
+    targets = [torch.zeros_like(k), torch.zeros_like(v)]
+    unpack_sequence(buffer, targets, start=start, length=length)
+    for x, target in zip((k, v), targets, strict=True):
+        assert torch.equal(target[:, :, start:stop], x[:, :, start:stop])
+        assert not target[:, :, :start].any() and not target[:, :, stop:].any()
+
+
+def test_pack_into_a_slice_of_a_buffer():
+    x = torch.randn(1, 2, 4, 3)
+    buffer = torch.zeros(30)
+    assert pack_sequence([x], out=buffer[3:27]).data_ptr() == buffer[3:].data_ptr()
+    assert torch.equal(buffer[3:27], x.transpose(1, 2).reshape(-1))
+    assert not buffer[:3].any() and not buffer[27:].any()
+
+
+def test_pack_along_the_first_dim():
+    x, y = torch.randn(4, 3), torch.randn(4)
+    assert torch.equal(pack_sequence([x, y], dim=0), torch.cat([x.flatten(), y]))
+
+
+def test_pack_is_differentiable_without_out():
+    x = torch.randn(1, 2, 3, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
+    for index in (None, torch.tensor([2, -1, 2])):
+        assert torch.autograd.gradcheck(
+            lambda x, y, index=index: pack_sequence([x, y], index), (x, y)
+        )
+        with torch.no_grad():
+            plain = pack_sequence([x, y], index)
+        assert torch.equal(pack_sequence([x, y], index), plain)
+    with pytest.raises(ContextParallelError, match="not differentiable"):
+        pack_sequence([x], out=torch.empty(12, dtype=torch.float64))
+    with pytest.raises(ContextParallelError, match="not differentiable"):
+        unpack_sequence(torch.empty(12, dtype=torch.float64), [x])
+
+
+@st.composite
+def packs(draw):
+    """Tensors with one sequence length, a place for each row, and the size it goes into."""
+    length, batch = draw(st.integers(0, 9)), draw(st.integers(1, 3))
+    shapes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=6))
+    size = length + draw(st.integers(0, 4))
+    per_batch = draw(st.booleans())
+    places = [draw(st.permutations(range(size)))[:length] for _ in range(batch if per_batch else 1)]
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]))
+    token_major = draw(st.booleans())
+    tensors = []
+    for heads, dim in shapes:
+        x = numbered(batch, length, heads, dim, dtype=dtype).transpose(1, 2)
+        tensors.append(x if token_major else x.contiguous())
+    return tensors, torch.tensor(places, dtype=torch.int64).reshape(len(places), length), size
+
+
+@given(packs())
+def test_pack_and_unpack_round_trip(problem):
+    tensors, places, size = problem
+    index = places if len(places) > 1 else places[0]
+    # Rows go where `places` says; packing by the same index brings them back.
+    buffer = pack_sequence(tensors)
+    targets = [x.new_zeros(*x.shape[:2], size, x.size(3)) for x in tensors]
+    unpack_sequence(buffer, targets, index)
+    assert torch.equal(pack_sequence(targets, index), buffer)
+    # What is nowhere a source stays as it was, and the inverse index says so too.
+    inverse = rows.invert_index(index, size)
+    for x, target in zip(permute_sequence(tensors, inverse, 2), targets, strict=True):
+        assert torch.equal(x, target)
+
+
+@given(packs())
+def test_kernels_equal_their_twins(problem):
+    tensors, places, size = problem
+    for index in (places if len(places) > 1 else places[0], places.int(), None):
+        for scatter in (False, True):
+            shape = size if index is not None else tensors[0].size(2)
+            big = [x.new_zeros(*x.shape[:2], shape, x.size(3)) for x in tensors]
+            results = []
+            for copy in COPIES.values():
+                if scatter:
+                    out = [torch.ones_like(x) for x in big]
+                    copy(out, tensors, index, [2] * len(big), True)
+                else:
+                    out = [torch.ones_like(x) for x in tensors]
+                    copy(out, big, index, [2] * len(big), False)
+                results.append(out)
+            for a, b in zip(*results, strict=True):
+                assert torch.equal(a, b)
+
+
+# Indices.
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 40))))
+def test_span_indices(spans):
+    expected = [p for position, length in spans for p in range(position, position + length)]
+    assert span_indices(spans).tolist() == expected
+    tensor = torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
+    assert rows.span_indices_eager(tensor, len(expected)).tolist() == expected
+    flipped = tensor.flip(1).contiguous().flip(1).mT.contiguous().mT
+    assert span_indices(flipped).tolist() == expected
+
+
+def test_many_span_indices_by_several_threads():
+    lengths = torch.randint(0, 50, (5000,))
+    spans = torch.stack([torch.randint(0, 1 << 40, (5000,)), lengths], 1)
+    total = int(lengths.sum())
+    assert torch.equal(span_indices(spans), rows.span_indices_eager(spans, total))
+
+
+@given(st.integers(0, 30), st.integers(1, 3), st.sampled_from([torch.int64, torch.int32]))
+def test_inverse_permutation(size, batch, dtype):
+    indices = torch.stack([torch.randperm(size) for _ in range(batch)]).to(dtype)
+    inverse = inverse_permutation(indices)
+    assert inverse.dtype is dtype and torch.equal(inverse.long(), indices.argsort(-1))
+    assert torch.equal(inverse, rows.invert_index_eager(indices, size))
+    assert torch.equal(inverse_permutation(indices[0]), inverse[0])
+    assert torch.equal(inverse_permutation(inverse), indices)
+
+
+@pytest.mark.parametrize("bad", [[0, 0, 1], [0, 1, 3], [0, -1, 1], [0, 1, -2], [[0, 1], [1, 1]]])
+def test_what_is_no_permutation_raises(bad):
+    with pytest.raises(ContextParallelError):
+        inverse_permutation(torch.tensor(bad))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, i: permute_sequence([x], i, 1),
+    lambda x, i: pack_sequence([x], i, 1),
+    lambda x, i: unpack_sequence(torch.zeros(2 * i.size(-1) * 3), [x], i, 1),
+], ids=["permute", "pack", "unpack"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [([0, 4], "4 is out of range: expected -1 .* or 0 to 3"), ([-2], "-2 is out of range"),
+     ([2**40], "out of range"), ([[0, 4], [0, 0]], "out of range")],
+    ids=str,
+)  # fmt: skip
+def test_bad_values_raise(function, index, message):
+    with pytest.raises(ContextParallelError, match=message):
+        function(torch.randn(2, 4, 3), torch.tensor(index))
+
+
+def test_kernels_refuse_bad_values_that_were_promised_to_be_good():
+    for copy in COPIES.values():
+        for scatter, bad in itertools.product((False, True), (-2, 4, 2**40)):
+            with pytest.raises(RuntimeError, match="out of range"):
+                copy([torch.zeros(4, 3)], [torch.zeros(4, 3)], torch.tensor([0, bad, 1, 2]), [0],
+                     scatter)  # fmt: skip
+    with pytest.raises(RuntimeError, match="out of range"):
+        permute_sequence([torch.zeros(4)], torch.tensor([4]), 0, checked=True)
+
+
+@pytest.mark.parametrize("index", [
+    torch.tensor([0.0]), torch.tensor([True]), torch.tensor([0], dtype=torch.int16),
+    torch.tensor(0), torch.zeros(1, 1, 1, dtype=torch.int64),
+], ids=lambda x: f"{x.dtype} {x.dim()}")  # fmt: skip
+def test_bad_index_tensors_raise(index):
+    for function in (lambda: permute_sequence([torch.randn(2, 3)], index, 1),
+                     lambda: pack_sequence([torch.randn(2, 3)], index, 1),
+                     lambda: inverse_permutation(index)):  # fmt: skip
+        with pytest.raises(ContextParallelError, match="int64 or int32 of shape"):
+            function()
+
+
+def test_what_does_not_fit_together_raises():
+    x, index = torch.randn(2, 4, 3), torch.tensor([[0, 1], [1, 0]])
+    for function, message in (
+        (lambda: permute_sequence([x], index[0], 3), "dim must name"),
+        (lambda: permute_sequence([x], index[0], [1, 1]), "dim must name"),
+        (lambda: permute_sequence([x], index, 0), "a row for each of 2 batches"),
+        (lambda: permute_sequence([x[:1]], index, 1), "a row for each of 2 batches"),
+        (lambda: permute_sequence([x.to("meta")], index, 1), "on one device"),
+        (lambda: pack_sequence([x, x.half()], dim=1), "one dtype"),
+        (lambda: pack_sequence([], dim=1), "one dtype"),
+        (lambda: pack_sequence([x], index, 1, start=1), "not both"),
+        (lambda: pack_sequence([x], dim=1, start=2, length=3), "rows 2 to 5"),
+        (lambda: pack_sequence([x], dim=1, start=-1, length=1), "rows -1 to 0"),
+        (lambda: pack_sequence([x], dim=1, out=torch.empty(23)), "24 elements"),
+        (lambda: pack_sequence([x], dim=1, out=torch.empty(48)[::2]), "contiguous"),
+        (lambda: unpack_sequence(torch.empty(25), [x], dim=1), "24 elements"),
+        (lambda: span_indices([(0, -1)]), "negative"),
+        (lambda: span_indices(torch.zeros(2, 3, dtype=torch.int64)), r"\(n, 2\)"),
+        (lambda: span_indices(torch.zeros(2, 2)), "int64"),
+    ):
+        with pytest.raises(ContextParallelError, match=message):
+            function()
+
+
+def test_pair_packs_as_before():
+    """With one launch where there are launches, else with two copies."""
+    from cp_dispatch.schedules.pair import Pair
+
+    key, value = torch.randn(2, 3, 5, 4), torch.randn(2, 5, 3, 6).transpose(1, 2)
+    buffers = []
+    for one_launch in (False, True):
+        pair = Pair(key, value)
+        pair._one_launch = one_launch
+        buffers.append(pair.buffer(5))
+        pair.pack(key, value, buffers[-1])
+    assert torch.equal(*buffers) and torch.equal(buffers[0], pack_sequence([key, value]))
