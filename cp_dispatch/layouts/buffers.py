@@ -25,6 +25,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.balancer import Balancer
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.layouts.structure import map_tensors
+from cp_dispatch.permute import permute_sequence
 
 
 def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
@@ -175,20 +176,8 @@ def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor
     dtype, as_bits = tensor.dtype, _BITS.get(tensor.dtype.itemsize)
     if as_bits is not None and not dtype.is_complex:
         tensor = tensor.resolve_neg().view(as_bits)  # torch does not index every dtype
-    blank = index < 0 if (index < 0).any() else None
-    source = index if blank is None else index.clamp(min=0)
-    source = source.to(tensor.device)
-    shape = [index.shape[0]] + [1] * (tensor.ndim - 1) if index.shape[0] > 1 else [1] * tensor.ndim
-    shape[dim] = index.shape[1]
-    if index.shape[0] == 1:
-        taken = tensor.index_select(dim, source[0])
-    else:
-        size = list(tensor.shape)
-        size[dim] = index.shape[1]
-        taken = tensor.gather(dim, source.view(shape).expand(size))
-    if blank is not None:
-        taken.masked_fill_(blank.to(taken.device).view(shape), 0)
-    return taken.view(dtype)
+    (taken,) = permute_sequence([tensor], index.to(tensor.device), dim, checked=True, unique=True)
+    return taken.contiguous().view(dtype)
 
 
 # -- Checks, made alike on every rank -----------------------------------------------------------
