@@ -81,6 +81,12 @@ def _check_form(context: PlainContext, call: Call) -> None:
             refuse(context, call, f"{name} is on {tensor.device}, the mesh on {device}")
         if tensor.ndim < 2:
             refuse(context, call, f"{name} has {tensor.ndim} dims; it must be [..., S, D]")
+    if call.key.shape[-2] != call.value.shape[-2]:
+        refuse(
+            context, call,
+            f"key and value must agree in length, got {call.key.shape[-2]} and "
+            f"{call.value.shape[-2]} rows",
+        )  # fmt: skip
     if context.lengths is not None:
         for name in ("query", "key"):
             length = int(getattr(call, name).shape[-2])

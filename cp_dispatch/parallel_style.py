@@ -10,12 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils import _pytree as pytree
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Balancer, shard
+from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
-from cp_dispatch.plain_context import PlainContext, check_balancer
+from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
 from cp_dispatch.toggle import current_options, plain_context, plain_shards
 
 # Our words and the values of torch's enum.
@@ -77,15 +76,16 @@ class ContextParallel(ParallelStyle):
         self.schedule = schedule
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        shard(device_mesh, [], [])  # checks the mesh
+        check_order(device_mesh, self.balancer)
         module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
         module.register_forward_hook(partial(self._leave, device_mesh), always_call=True)
         return module
 
     @torch.compiler.disable
     def _enter(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        wholes = [x for x in leaves if isinstance(x, DTensor)]
+        given: list[torch.Tensor] = []
+        _map(given.append, (args, kwargs))
+        wholes = [x for x in given if isinstance(x, DTensor)]
         for x in wholes:
             if x.device_mesh != mesh or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
                 raise ContextParallelError(
@@ -93,16 +93,22 @@ class ContextParallel(ParallelStyle):
                     f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "
                     f"{x.placements} on {x.device_mesh}"
                 )
-        leaves = [x.to_local() if isinstance(x, DTensor) else x for x in leaves]
+        own: list[torch.Tensor] = []
+
+        def local(x):
+            own.append(x.to_local() if isinstance(x, DTensor) else x)
+            return own[-1]
+
+        inputs = _map(local, (args, kwargs))
         context = self._context(
             mesh,
-            [x.shape[self.seq_dim] for x in leaves if self._has_sequence(x)],
+            [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
             [x.shape[self.seq_dim] for x in wholes],
         )
         block = plain_shards(context)
         block.__enter__()
         _stack().append((module, block, wholes[0].shape[self.seq_dim] if wholes else None))
-        return pytree.tree_unflatten(leaves, tree)
+        return inputs
 
     @torch.compiler.disable
     def _leave(self, mesh: DeviceMesh, module: nn.Module, args, output):
@@ -114,7 +120,7 @@ class ContextParallel(ParallelStyle):
         block.__exit__(None, None, None)
         if length is None:
             return output
-        return pytree.tree_map_only(torch.Tensor, partial(self._whole, mesh, length), output)
+        return _map(partial(self._whole, mesh, length), output)
 
     def _context(self, mesh, own: list[int], whole: list[int]) -> PlainContext:
         schedule = current_schedule() if self.schedule is None else self.schedule
@@ -129,8 +135,8 @@ class ContextParallel(ParallelStyle):
                 balancer = None if options is None else options.layout
         return PlainContext(mesh, schedule, balancer, known, uneven, frozenset(own))
 
-    def _has_sequence(self, x) -> bool:
-        return isinstance(x, torch.Tensor) and -x.ndim <= self.seq_dim < x.ndim
+    def _has_sequence(self, x: torch.Tensor) -> bool:
+        return -x.ndim <= self.seq_dim < x.ndim
 
     def _whole(self, mesh, length: int, x: torch.Tensor):
         """An output as the DTensor of which it is this rank's part."""
@@ -142,6 +148,19 @@ class ContextParallel(ParallelStyle):
             x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
+
+
+def _map(function, value):
+    """``function`` of every tensor in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(_map(function, x) for x in value)
+    if isinstance(value, tuple):  # a named one
+        return type(value)(*(_map(function, x) for x in value))
+    if type(value) is dict:
+        return {key: _map(function, x) for key, x in value.items()}
+    return value
 
 
 _thread = threading.local()

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, shard, unshard
 from cp_dispatch.layouts.buffers import permute
-from cp_dispatch.plain_context import PlainContext, check_balancer, layout_for
+from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
 from cp_dispatch.toggle import plain_shards
 
 # Torch's names of how keys travel, and the schedules that they ask for.
@@ -77,7 +77,8 @@ def context_parallel(
     ``(L, S)`` do; ``(L, L)`` says nothing about the keys of other ranks, and raises.
 
     Attention that is not ``F.scaled_dot_product_attention``, such as ``flex_attention`` or
-    ``nn.MultiheadAttention(need_weights=True)``, is not seen and stays local, as with torch.
+    ``nn.MultiheadAttention(need_weights=True)``, or is under ``torch.vmap``, is not seen and stays
+    local, as with torch.
 
     Args:
         mesh: a mesh of one dim, such as ``mesh["cp"]``.
@@ -97,8 +98,7 @@ def context_parallel(
         ContextParallelError: for arguments that do not fit, before anything is changed, and for
             calls in the block that are not supported or ambiguous.
     """
-    shard(mesh, [], [])  # checks the mesh
-    check_balancer(balancer)
+    check_order(mesh, balancer)
     buffers, dims, keep = _checked(buffers, buffer_seq_dims, no_restore_buffers)
     lengths = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
     with torch.no_grad():

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Balancer, HeadTail
+from cp_dispatch.layouts import Balancer, HeadTail, shard
 
 ORDERS = ("auto", "head-tail")
 
@@ -44,6 +44,12 @@ def layout_for(balancer: Balancer | str | None, length: int, world_size: int) ->
     if length == 0 or (balancer == "auto" and length % (2 * world_size)):
         return None
     return HeadTail(length, world_size)
+
+
+def check_order(mesh: DeviceMesh, balancer) -> None:
+    """A mesh of one dim that this rank is in, and a balancer for it."""
+    check_balancer(balancer)
+    shard(mesh, [], [], balancer if isinstance(balancer, Balancer) else None)
 
 
 def check_balancer(balancer) -> None:
