@@ -1,4 +1,4 @@
-"""Running a :class:`~tests.distributed.reference.Problem` on plain shards in ``context_parallel``."""
+"""Running a problem on plain shards inside ``context_parallel``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run_plain(problem, tensors, mesh, *, mask_dims=(), buffers=True, needs=True,
     """
     *inputs, grad = (x.clone() for x in tensors)
     mask = problem.attn_mask()
-    masks = [] if mask is None else [mask.detach().clone()]
+    masks = [] if mask is None else [mask.detach().to(mesh.device_type, copy=True)]
     dim = problem.sequence_dim
     order = options.get("balancer", "auto")
 

@@ -341,9 +341,7 @@ def test_blocks_nest_and_follow_each_other():
         for _ in range(2):
             with context_parallel(mesh, buffers=outer, buffer_seq_dims=[2] * 3):
                 right(outer)
-                with context_parallel(
-                    mesh, buffers=inner, buffer_seq_dims=[2] * 3, balancer=None
-                ):
+                with context_parallel(mesh, buffers=inner, buffer_seq_dims=[2] * 3, balancer=None):
                     right(inner, None)
                     with pytest.raises(ContextParallelError, match="already a shard"):
                         with context_parallel(mesh, buffers=outer, buffer_seq_dims=[2] * 3):
