@@ -13,7 +13,7 @@ exactly, and nothing of DTensor's own tables or caches is ever written. While en
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
 block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
-a backward pass, which recomputes checkpoints on threads of its own, sees the block entered last.
+autograd's threads for GPUs, which recompute checkpoints, see the block entered last.
 """
 
 from __future__ import annotations
@@ -119,7 +119,12 @@ def plain_context() -> PlainContext | None:
     if not _contexts.in_use:
         return None
     own = _contexts.own()
-    return _contexts.latest() if own is None and in_backward() else own
+    return _contexts.latest() if own is None and _on_a_thread_of_autograd() else own
+
+
+def _on_a_thread_of_autograd() -> bool:
+    # One that Python did not start.
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _checked(schedule: str, layout) -> Options:

@@ -216,8 +216,10 @@ def llama_trains_as_on_one_process(env: Env) -> None:
     model.seen = None
     tokens = batches()[0][0].clone()
     block, _ = together(env.mesh(), [tokens], model, [("positions", 1)])
-    with block, pytest.raises(cp_dispatch.ContextParallelError, match="this rank's keys alone"):
-        model(tokens)
+    with block:
+        if env.rank == 0:  # the last rank's positions have no jump, and it would wait
+            with pytest.raises(cp_dispatch.ContextParallelError, match="this rank's keys alone"):
+                model(tokens)
     unit = torch.finfo(torch.float32).eps
     for mine, theirs, true in zip(got, single, want, strict=True):
         # A loss is one number, whose error on one process may be zero by luck.
