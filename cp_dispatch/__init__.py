@@ -17,6 +17,8 @@ from cp_dispatch.layouts import (
     shard,
     unshard,
 )
+from cp_dispatch.parallel_style import ContextParallel
+from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
 from cp_dispatch.plan import Plan, explain
 from cp_dispatch.toggle import disable, enable, enabled, is_enabled
 
@@ -24,16 +26,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockBalanced",
+    "ContextParallel",
     "ContextParallelError",
     "HeadTail",
     "PerDocumentHeadTail",
     "Plan",
+    "context_parallel",
+    "context_parallel_unshard",
     "disable",
     "enable",
     "enabled",
     "explain",
     "is_enabled",
     "next_token_labels",
+    "set_rotate_method",
     "shard",
     "unshard",
 ]

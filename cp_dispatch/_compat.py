@@ -45,6 +45,7 @@ __all__ = [
     "generate_redistribute_costs",
     "get_unwrapped",
     "group_name",
+    "in_backward",
     "is_functorch_wrapped_tensor",
     "is_tracing",
     "kernel_is_registered",
@@ -61,6 +62,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
+
+
+def in_backward() -> bool:
+    """Whether this thread is in the middle of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def sdp_priority_order() -> tuple[int, ...]:

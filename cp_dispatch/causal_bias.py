@@ -2,8 +2,8 @@
 
 A ``CausalBias`` beside a query goes to its own dispatch in torch.nn.attention.bias, which on
 CUDA calls fused kernels directly when the lengths differ, past scaled_dot_product_attention and to
-ops of which some have no DTensor rule. While enabled, a call with DTensors comes back as the plain
-call that it stands for; other calls go on as ever.
+ops of which some have no DTensor rule. While enabled, a call with DTensors, or with plain shards
+inside context_parallel, comes back as the plain call that it stands for; others go on as ever.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from cp_dispatch.normalize import without_causal_bias
 _dispatch = CausalBiasDispatch()
 
 
-def install(is_enabled) -> None:
-    """Stand before torch's dispatch of causal biases; ``is_enabled()`` says whether to act."""
+def install(is_enabled, plain_context) -> None:
+    """Stand before torch's dispatch of causal biases; ``is_enabled()`` says whether to act on
+    DTensors, ``plain_context()`` whether plain tensors are shards."""
     torchs = _dispatch.get()
 
     def dispatch(
         query, key, value, attn_mask, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
-        if is_causal or not involves_dtensor(query, key, value, None) or not is_enabled():
+        ours = is_enabled if involves_dtensor(query, key, value, None) else plain_context
+        if is_causal or not ours():
             return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         plain = without_causal_bias(Call(query, key, value, attn_mask))
         return F.scaled_dot_product_attention(

@@ -22,7 +22,7 @@ from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.ops import forward_op
 from cp_dispatch.options import Options
-from cp_dispatch.plan import make_plan
+from cp_dispatch.plan import Plan, make_plan
 
 
 def involves_dtensor(query, key, value, attn_mask) -> bool:
@@ -73,22 +73,32 @@ def attend(
     if mask is not None and not isinstance(mask, DTensor) and not is_tracing():
         everywhere = [Replicate()] * mesh.ndim
         mask = DTensor.from_local(mask.detach(), mesh, everywhere, run_check=False)
+    lengths = call.query.shape[2], call.key.shape[2]
+    output = run_op(options, plan, call, mask, mesh, lengths, _origin(call.query))
+    return like_query(output, query)
+
+
+def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]) -> torch.Tensor:
+    """The op of a plan, on DTensors or on this rank's shards; output in the query's dtype.
+
+    ``lengths`` and ``origin`` are global, ``state`` is what compiled graphs depend on.
+    """
+    query = call.query
     seed = None
-    if dropout_p > 0.0:
+    if call.dropout_p > 0.0:
         # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
         seed = torch.randint(2**62, (), device=mesh.device_type)
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
-        note_group(group_name, options)
+        note_group(group_name, state)
     output, _ = forward_op(plan.backend)(
-        call.query, call.key, call.value, mask, seed, dropout_p,
-        _origin(call.query), is_causal, scale,
-        call.query.shape[2], call.key.shape[2], plan.op_schedule,
+        query, call.key, call.value, mask, seed, call.dropout_p,
+        origin, call.is_causal, call.scale,
+        *lengths, plan.op_schedule,
         [mesh.size(dim) for dim in plan.mesh_dims], group_name,
         "" if plan.layout is None else plan.layout.text, plan.mask_order,
     )  # fmt: skip
-    output = output if output.dtype is query.dtype else output.to(query.dtype)
-    return like_query(output, query)
+    return output if output.dtype is query.dtype else output.to(query.dtype)
 
 
 def _origin(query: DTensor) -> list[int]:

@@ -59,6 +59,11 @@ class OptionStack:
         own = self._own()
         return own[-1].options if own else self.latest()
 
+    def own(self) -> Options | None:
+        """Those of this thread's innermost scope alone."""
+        own = self._own()
+        return own[-1].options if own else None
+
     def latest(self) -> Options | None:
         """Options of a thread without a scope of its own."""
         scopes = self._scopes

@@ -10,6 +10,10 @@ off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rul
 calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
 exactly, and nothing of DTensor's own tables or caches is ever written. While enabled,
 ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
+
+``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
+block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
+autograd's threads for GPUs, which recompute checkpoints, see the block entered last.
 """
 
 from __future__ import annotations
@@ -21,15 +25,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch import causal_bias, compile_cache
-from cp_dispatch._compat import composite_kernel, torch_context_parallel_is_on
+from cp_dispatch._compat import composite_kernel, in_backward, torch_context_parallel_is_on
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
+from cp_dispatch.plain_context import PlainContext
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 
 _lock = threading.RLock()
 _stack = OptionStack()
+_contexts = OptionStack()  # of PlainContext
 _installed: list[torch.library.Library] = []
 
 
@@ -94,6 +101,34 @@ def current_options() -> Options | None:
     return _stack.current()
 
 
+@contextlib.contextmanager
+def plain_shards(context: PlainContext):
+    """Take plain tensors for this rank's shards inside the block, in this thread."""
+    _checked(context.schedule, None)
+    with _lock, _undone_on_error(_contexts):
+        scope = _contexts.push(context)
+        _sync()
+    try:
+        yield
+    finally:
+        with _lock:
+            _contexts.remove(scope)
+            _sync()
+
+
+def plain_context() -> PlainContext | None:
+    """What holds here and now for plain tensors."""
+    if not _contexts.in_use:
+        return None
+    own = _contexts.own()
+    return _contexts.latest() if own is None and _on_a_thread_of_autograd() else own
+
+
+def _on_a_thread_of_autograd() -> bool:
+    # One that Python did not start.
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+
+
 def _checked(schedule: str, layout) -> Options:
     options = Options(schedule, layout)
     if torch_context_parallel_is_on():
@@ -107,19 +142,20 @@ def _checked(schedule: str, layout) -> Options:
 
 
 @contextlib.contextmanager
-def _undone_on_error():
+def _undone_on_error(stack: OptionStack = _stack):
     """An installation that fails leaves the options as they were."""
-    before = _stack.snapshot()
+    before = stack.snapshot()
     try:
         yield
     except BaseException:
-        _stack.restore(before)
+        stack.restore(before)
         raise
 
 
 def _sync() -> None:
     """Install or remove the override so that it is there exactly while somebody uses it."""
-    if _stack.in_use and not _installed:
+    in_use = _stack.in_use or _contexts.in_use
+    if in_use and not _installed:
         # All fetched first: a kernel at one key changes what torch computes for the others.
         kernels = {key: composite_kernel(key) for key in _KEYS}
         library = torch.library.Library("aten", "IMPL")
@@ -139,12 +175,13 @@ def _sync() -> None:
         except BaseException:
             library._destroy()
             raise
-        causal_bias.install(is_enabled)
+        causal_bias.install(is_enabled, plain_context)
         _installed.append(library)
-    elif _installed and not _stack.in_use:
+    elif _installed and not in_use:
         _installed.pop()._destroy()
         causal_bias.remove()
-    compile_cache.tag(_stack.latest() if _installed else None)
+    state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
+    compile_cache.tag(state if _installed else None)
 
 
 def _override(kernel):
@@ -167,6 +204,14 @@ def _override(kernel):
                     is_causal,
                     scale,
                     enable_gqa,
+                )
+                if result is not NotImplemented:
+                    return result
+        elif _contexts.in_use:
+            context = plain_context()
+            if context is not None:
+                result = attend_plain(
+                    context, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
                 if result is not NotImplemented:
                     return result

@@ -205,6 +205,14 @@ def test_sdp_priority_order():
     assert _compat.sdp_priority_order() == before
 
 
+def test_in_backward():
+    seen = []
+    x = torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(_compat.in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not _compat.in_backward()
+
+
 def test_is_functorch_wrapped_tensor():
     plain = torch.ones(2)
     assert not _compat.is_functorch_wrapped_tensor(plain)

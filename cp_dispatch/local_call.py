@@ -1,0 +1,207 @@
+"""Calls on plain tensors that are this rank's shards, inside ``context_parallel``.
+
+Note [Plain shards]
+~~~~~~~~~~~~~~~~~~~
+A plain shard carries no global length, no order and no mesh. The context has the mesh and says in
+which order sequences lie; the global length is the local one times the number of ranks, unless
+some buffer of the context was cut unevenly: then the ranks tell each other their lengths in one
+small exchange a call. The plan is made for DTensors of those global shapes that hold no data, and
+kept; the op then gets the plain shards themselves, so that autograd and torch.compile see one op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_dispatch._compat import (
+    all_gather_single,
+    disable_current_modes,
+    functorch_is_active,
+    is_tracing,
+)
+from cp_dispatch.agreement import check_agreement, debug_is_on
+from cp_dispatch.call import Call
+from cp_dispatch.choose import sdp_flags
+from cp_dispatch.dispatch import run_op
+from cp_dispatch.layouts import Balancer, Span
+from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.local_mask import KEYS, ROWS, mask_of_op, sharded_dim_of
+from cp_dispatch.normalize import four_dims, like_query
+from cp_dispatch.options import Options
+from cp_dispatch.plain_context import PlainContext, refuse, words
+from cp_dispatch.plan import Plan, make_plan
+
+
+def attend_plain(
+    context: PlainContext, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+):
+    """Run a call on plain shards, or return NotImplemented where one rank is all there is.
+
+    Raises:
+        ContextParallelError: the call is not supported or cannot be told apart from another one;
+            nothing was computed.
+    """
+    given = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    _check_form(context, given)
+    if context.mesh.size() == 1:
+        return NotImplemented
+    call = four_dims(given)
+    mask = call.attn_mask
+    if any(x.ndim != 4 for x in call.tensors.values()) or (mask is not None and mask.ndim != 4):
+        refuse(context, given, "query, key and value must have shape [B, H, S, D], or [B, S, D]")
+    local = int(query.shape[-2]), int(key.shape[-2])
+    lengths = _global_lengths(context, given, local)
+    sharded_dim = sharded_dim_of(context, given, mask, local, lengths)
+    layout = _layout(context, given, mask, sharded_dim, lengths)
+    plan = _plan_of(context, call, sharded_dim, layout, lengths)
+    if plan.handler == "refused":
+        raise dataclasses.replace(plan, call=words(context, given)).error()
+    if mask is not None:
+        mask = mask_of_op(context, given, mask, sharded_dim, layout, lengths)
+    origin = [0, 0, int(call.query.shape[1])]
+    output = run_op(context, plan, call, mask, context.mesh, lengths, origin)
+    return like_query(output, query)
+
+
+def _check_form(context: PlainContext, call: Call) -> None:
+    if functorch_is_active():
+        refuse(
+            context, call,
+            "torch.func transforms (vmap, grad, jvp) are on; use autograd, or leave the context",
+        )  # fmt: skip
+    device = context.mesh.device_type
+    for name, tensor in call.tensors.items():
+        if tensor.is_nested or tensor.layout != torch.strided:
+            refuse(context, call, f"{name} is nested or sparse; pass padded, strided tensors")
+        if tensor.device.type != device:
+            refuse(context, call, f"{name} is on {tensor.device}, the mesh on {device}")
+        if tensor.ndim < 2:
+            refuse(context, call, f"{name} has {tensor.ndim} dims; it must be [..., S, D]")
+    if call.key.shape[-2] != call.value.shape[-2]:
+        refuse(
+            context, call,
+            f"key and value must agree in length, got {call.key.shape[-2]} and "
+            f"{call.value.shape[-2]} rows",
+        )  # fmt: skip
+    if context.lengths is not None:
+        for name in ("query", "key"):
+            length = int(getattr(call, name).shape[-2])
+            if length not in context.lengths:
+                refuse(
+                    context, call,
+                    f"{name} has {length} rows, the module's inputs {sorted(context.lengths)} "
+                    "along seq_dim; seq_dim must be the dim that attention sees as dim -2",
+                )  # fmt: skip
+
+
+def _global_lengths(context: PlainContext, call: Call, local) -> tuple[int, int]:
+    world_size = context.mesh.size()
+    if not context.uneven:
+        return local[0] * world_size, local[1] * world_size
+    if is_tracing():
+        refuse(
+            context, call,
+            "a buffer has a length that the ranks do not divide, so ranks tell each other their "
+            "lengths, which torch.compile cannot trace; pad the buffers",
+        )  # fmt: skip
+    sent = torch.tensor(local, dtype=torch.int64, device=context.mesh.device_type)
+    received = sent.new_empty(world_size * 2)
+    all_gather_single(received, sent, group=context.mesh.get_group())
+    of_ranks = received.view(world_size, 2).t().tolist()
+    for own in of_ranks:
+        shares = [span.length for span in chunk(Span(0, sum(own)), world_size)]
+        if own != shares:
+            refuse(
+                context, call,
+                f"the ranks hold {own} rows, torch.chunk gives them {shares} of {sum(own)}",
+            )  # fmt: skip
+    return sum(of_ranks[0]), sum(of_ranks[1])
+
+
+def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
+    """The layout that the call must know of; None where none, or the order does not matter."""
+    whole_dims = mask is not None and any(
+        mask.shape[dim] > 1 and dim != sharded_dim for dim in (ROWS, KEYS)
+    )
+    order_matters = call.is_causal or whole_dims
+    if not order_matters and call.dropout_p == 0.0:
+        return None
+    if order_matters and not context.order_is_known:
+        refuse(
+            context, call,
+            "is_causal and masks go by positions, and without buffers there is no telling in "
+            'which order the shards lie; pass context_parallel(..., balancer="head-tail"), a '
+            "balancer, or balancer=None for natural order",
+        )  # fmt: skip
+    layouts = [context.layout(length) for length in lengths]
+    fits = all(x is None or x.seq_len == n for x, n in zip(layouts, lengths, strict=True))
+    if layouts[0] == layouts[1] and fits:
+        return layouts[0]
+    if order_matters:
+        refuse(
+            context, call,
+            f"query has {lengths[0]} positions, key {lengths[1]}, in the layouts {layouts}; "
+            "is_causal and masks need both in one layout of their length, or balancer=None",
+        )  # fmt: skip
+    return None
+
+
+def _plan_of(context, call: Call, sharded_dim, layout, lengths) -> Plan:
+    mesh, mask = context.mesh, call.attn_mask
+    options = Options(context.schedule, layout)
+    if debug_is_on():
+        tensors = zip(call.tensors.items(), (lengths[0], lengths[1], lengths[1]), strict=True)
+        spread = {name: _spread(mesh, x, length) for (name, x), length in tensors}
+        check_agreement(options, dataclasses.replace(call, **spread))
+    outlines = []
+    for x, length in zip(call.tensors.values(), (lengths[0], lengths[1], lengths[1]), strict=True):
+        batch, heads, _, dim = map(int, x.shape)
+        outlines.append(((batch, heads, length, dim), x.dtype, x.requires_grad, ROWS))
+    if mask is not None:
+        shape = list(map(int, mask.shape))
+        if sharded_dim is not None:
+            shape[sharded_dim] = lengths[sharded_dim - ROWS]
+        outlines.append((tuple(shape), mask.dtype, mask.requires_grad, sharded_dim))
+    return _plan(
+        mesh, options, tuple(outlines), float(call.dropout_p), bool(call.is_causal), call.scale,
+        bool(call.enable_gqa), torch.is_grad_enabled(), sdp_flags(),
+        torch.cuda.current_device() if mesh.device_type == "cuda" else None,
+    )  # fmt: skip
+
+
+def _spread(mesh, shard: torch.Tensor, length: int) -> DTensor:
+    """The DTensor of which ``shard`` is a part."""
+    shape = torch.Size((*shard.shape[:2], length, shard.shape[3]))
+    whole = DTensor.from_local(
+        shard.detach(), mesh, [Shard(ROWS)], run_check=False,
+        shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
+    return whole.requires_grad_(shard.requires_grad)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    mesh, options, outlines, dropout_p, is_causal, scale, enable_gqa, grad_mode, *switches
+) -> Plan:
+    """``switches`` are what the choice of a kernel listens to besides."""
+    with disable_current_modes(), torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        tensors = [_outline(mesh, *outline) for outline in outlines]
+        mask = tensors.pop() if len(tensors) > 3 else None
+        call = Call(*tensors, mask, dropout_p, is_causal, scale, enable_gqa)
+        return make_plan(options, call)
+
+
+def _outline(mesh, shape, dtype, requires_grad: bool, sharded_dim: int | None) -> DTensor:
+    """A DTensor that holds one element: plans look at nothing of its data."""
+    placement = Replicate() if sharded_dim is None else Shard(sharded_dim)
+    with torch.no_grad():
+        outline = DTensor.from_local(
+            torch.zeros(1, dtype=dtype, device=mesh.device_type), mesh, [placement],
+            run_check=False, shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+    return outline.requires_grad_(requires_grad)

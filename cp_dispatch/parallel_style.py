@@ -1,0 +1,173 @@
+"""Context parallelism for chosen modules, as a style of ``parallelize_module``."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Balancer
+from cp_dispatch.plain import current_schedule
+from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
+from cp_dispatch.toggle import current_options, plain_context, plain_shards
+
+# Our words and the values of torch's enum.
+_TYPES = {
+    "sdpa": "sdpa",
+    "scaled_dot_product_attention": "sdpa",
+    "flex": "flex",
+    "flex_attention": "flex",
+}
+
+
+class ContextParallel(ParallelStyle):
+    """The module's inputs are shards of sequences, and its attention goes over all of them::
+
+        parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": ContextParallel()})
+
+    Plain inputs, positional or by keyword, stay plain, and every
+    ``F.scaled_dot_product_attention`` that the module calls on plain tensors takes them for this
+    rank's shards, as inside :func:`cp_dispatch.context_parallel`; so the module may have plain
+    parameters, whose gradients are those of this rank's rows. DTensor inputs must be
+    ``Shard(seq_dim)`` on the mesh; the module gets their local tensors, and its outputs become
+    DTensors again.
+
+    Args:
+        seq_dim: the sequence dim of the inputs: 2 for ``(B, H, L, D)``, 1 for ``(B, L, E)``.
+        attention_type: ``"sdpa"``. ``"flex"`` is not supported yet.
+        balancer: as for :func:`cp_dispatch.context_parallel`. ``"auto"``: as a
+            ``context_parallel`` block around says, else the ``layout`` of ``cp_dispatch.enable``,
+            else natural order.
+        schedule: as for :func:`cp_dispatch.enable`; None: what ``set_rotate_method`` said.
+
+    Raises:
+        ContextParallelError: for other arguments, meshes that do not have one dim, DTensors placed
+            otherwise, and calls that are not supported.
+    """
+
+    def __init__(
+        self,
+        seq_dim: int = 2,
+        attention_type="sdpa",
+        *,
+        balancer: Balancer | str | None = "auto",
+        schedule: str | None = None,
+    ):
+        super().__init__()
+        if isinstance(seq_dim, bool) or not isinstance(seq_dim, int):
+            raise ContextParallelError(f"seq_dim must be an int, got {seq_dim!r}")
+        kind = _TYPES.get(getattr(attention_type, "value", attention_type))
+        if kind == "flex":
+            raise ContextParallelError(
+                "attention_type='flex' is not supported yet; supported is 'sdpa'"
+            )
+        if kind is None:
+            raise ContextParallelError(f"attention_type must be 'sdpa', got {attention_type!r}")
+        check_balancer(balancer)
+        self.seq_dim = seq_dim
+        self.attention_type = kind
+        self.balancer = balancer
+        self.schedule = schedule
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_order(device_mesh, self.balancer)
+        module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
+        module.register_forward_hook(partial(self._leave, device_mesh), always_call=True)
+        return module
+
+    @torch.compiler.disable
+    def _enter(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+        given: list[torch.Tensor] = []
+        _map(given.append, (args, kwargs))
+        wholes = [x for x in given if isinstance(x, DTensor)]
+        for x in wholes:
+            if x.device_mesh != mesh or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
+                raise ContextParallelError(
+                    f"ContextParallel(seq_dim={self.seq_dim}) takes plain shards, or DTensors "
+                    f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "
+                    f"{x.placements} on {x.device_mesh}"
+                )
+        own: list[torch.Tensor] = []
+
+        def local(x):
+            own.append(x.to_local() if isinstance(x, DTensor) else x)
+            return own[-1]
+
+        inputs = _map(local, (args, kwargs))
+        context = self._context(
+            mesh,
+            [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
+            [x.shape[self.seq_dim] for x in wholes],
+        )
+        block = plain_shards(context)
+        block.__enter__()
+        _stack().append((module, block, wholes[0].shape[self.seq_dim] if wholes else None))
+        return inputs
+
+    @torch.compiler.disable
+    def _leave(self, mesh: DeviceMesh, module: nn.Module, args, output):
+        stack = _stack()
+        # A module whose forward never began, because another hook failed, comes here too.
+        if not stack or stack[-1][0] is not module:
+            return output
+        _, block, length = stack.pop()
+        block.__exit__(None, None, None)
+        if length is None:
+            return output
+        return _map(partial(self._whole, mesh, length), output)
+
+    def _context(self, mesh, own: list[int], whole: list[int]) -> PlainContext:
+        schedule = current_schedule() if self.schedule is None else self.schedule
+        uneven = any(length % mesh.size() for length in whole)
+        balancer, known = self.balancer, True
+        if balancer == "auto":
+            around, options = plain_context(), current_options()
+            if around is not None and around.mesh == mesh:
+                balancer, known = around.balancer, around.order_is_known
+                uneven |= around.uneven
+            else:
+                balancer = None if options is None else options.layout
+        return PlainContext(mesh, schedule, balancer, known, uneven, frozenset(own))
+
+    def _has_sequence(self, x: torch.Tensor) -> bool:
+        return -x.ndim <= self.seq_dim < x.ndim
+
+    def _whole(self, mesh, length: int, x: torch.Tensor):
+        """An output as the DTensor of which it is this rank's part."""
+        if not self._has_sequence(x):
+            return x
+        shape = list(x.shape)
+        shape[self.seq_dim] = length
+        return DTensor.from_local(
+            x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,
+            shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+
+
+def _map(function, value):
+    """``function`` of every tensor in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(_map(function, x) for x in value)
+    if isinstance(value, tuple):  # a named one
+        return type(value)(*(_map(function, x) for x in value))
+    if type(value) is dict:
+        return {key: _map(function, x) for key, x in value.items()}
+    return value
+
+
+_thread = threading.local()
+
+
+def _stack() -> list:
+    """The modules of this thread that are in their forward: module, block, global length."""
+    if not hasattr(_thread, "stack"):
+        _thread.stack = []
+    return _thread.stack

@@ -1,0 +1,282 @@
+"""Context parallelism for models whose activations are plain local tensors.
+
+The functions of ``torch.distributed.tensor.experimental`` under the same names and signatures:
+change the import, and old code runs. What differs from torch 2.13:
+
+- Calls that torch answers wrongly, refuses or hangs on are right: masks, dropout, GQA on every
+  kernel, non-causal calls with the defaults, no buffers, lengths that ranks do not divide, 3-D
+  inputs, causal calls in ``torch.compile``. Where a plain tensor can mean two things, the call
+  raises instead of guessing; see :func:`context_parallel`.
+- The order is an argument, ``balancer``, not the global ``_cp_options.enable_load_balance``, which
+  is not read. The default is torch's: head-tail where 2 W divides the length, else natural order.
+  It goes by each buffer's own length, where torch takes the first buffer's for all.
+- ``torch.nn.functional`` is not patched, so functions imported earlier take part; and a block
+  belongs to its thread and to backward passes, not to all threads. Blocks nest.
+- Buffers get other storage for the block and their own back, without copies; what autograd saved
+  inside stays, so the backward may run after the block, as long as nothing is recomputed in it.
+  Buffers that need gradients are refused on entry; torch fails on them half way.
+- ``set_rotate_method`` is read on entry of a block. DTensors in a block mean what they mean outside
+  of it: ``cp_dispatch.enable`` decides about them.
+- Errors are :class:`ContextParallelError`; where torch's are ``ValueError`` or
+  ``NotImplementedError``, they are that too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Balancer, shard, unshard
+from cp_dispatch.layouts.buffers import permute
+from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
+from cp_dispatch.toggle import plain_shards
+
+# Torch's names of how keys travel, and the schedules that they ask for.
+ROTATE_METHODS = {"allgather": "auto", "alltoall": "ring"}
+
+_schedule = ROTATE_METHODS["allgather"]
+_lock = threading.Lock()
+_sharded: set[int] = set()  # ids of the buffers of all blocks
+_fast_paths: list[bool] = []  # what to go back to, once for each block
+
+
+class _BadValue(ContextParallelError, ValueError):
+    """An argument that torch refuses with a ValueError."""
+
+
+class _NotThere(ContextParallelError, NotImplementedError):
+    """An argument that torch refuses with a NotImplementedError."""
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Collection[torch.Tensor] | None = None,
+    balancer: Balancer | str | None = "auto",
+    schedule: str | None = None,
+):
+    """Inside the block, plain tensors given to ``F.scaled_dot_product_attention`` are this rank's
+    shards of sequences over ``mesh``, and the call attends to all of the sequence.
+
+    Query ``(B, H, L, D)``, key and value ``(B, Hkv, Lk, D)``, of any floating dtype, are shards of
+    W L queries and W Lk keys; the output ``(B, H, L, D)`` is this rank's. The last dim but one is
+    the sequence, also of tensors with three dims. Every plain call of the thread is taken so.
+
+    ``attn_mask``, each dim broadcast or given in one of two ways: a dim of the whole length goes by
+    true positions, a dim of the local length holds this rank's part, in the order of the shards. So
+    a padding mask ``(B, 1, 1, S)``, its shard ``(B, 1, 1, L)``, ``(S, S)`` and this rank's rows
+    ``(L, S)`` do; ``(L, L)`` says nothing about the keys of other ranks, and raises.
+
+    Attention that is not ``F.scaled_dot_product_attention``, such as ``flex_attention`` or
+    ``nn.MultiheadAttention(need_weights=True)``, or is under ``torch.vmap``, is not seen and stays
+    local, as with torch.
+
+    Args:
+        mesh: a mesh of one dim, such as ``mesh["cp"]``.
+        buffers: whole tensors, the same on every rank, of any dtype, without gradients: inputs,
+            labels, positions, RoPE tables. In the block they are shards.
+        buffer_seq_dims: the sequence dim of each.
+        no_restore_buffers: those of ``buffers`` that stay shards after the block.
+        balancer: the order of sequences. ``"auto"``: torch's default, the first and the last pieces
+            go to the same rank (:class:`HeadTail`) where 2 W divides the length, else natural
+            order. Without buffers the caller has cut the sequences, so ``"auto"`` knows no order,
+            and calls that depend on it (causal ones, masks by true positions) raise.
+            ``"head-tail"``: of any length. None: natural order. Or a balancer, for sequences of
+            its length.
+        schedule: as for :func:`cp_dispatch.enable`; None: what :func:`set_rotate_method` said.
+
+    Raises:
+        ContextParallelError: for arguments that do not fit, before anything is changed, and for
+            calls in the block that are not supported or ambiguous.
+    """
+    check_order(mesh, balancer)
+    buffers, dims, keep = _checked(buffers, buffer_seq_dims, no_restore_buffers)
+    lengths = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
+    with torch.no_grad():
+        shards = [
+            shard(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
+            for buffer, dim, length in zip(buffers, dims, lengths, strict=True)
+        ]
+    context = PlainContext(
+        mesh,
+        _schedule if schedule is None else schedule,
+        balancer,
+        order_is_known=bool(buffers) or balancer != "auto",
+        uneven=any(length % mesh.size() for length in lengths),
+    )
+    with plain_shards(context), _no_fast_path(), _swapped(buffers, shards, keep):
+        yield
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: Balancer | None = None,
+    *,
+    balancer: Balancer | str | None = "auto",
+) -> list[torch.Tensor]:
+    """Whole tensors in natural order from this rank's shards, without gradients.
+
+    Args:
+        mesh: a mesh of one dim.
+        buffers: shards of any dtype, of lengths as ``torch.chunk`` gives them to ranks.
+        seq_dims: the sequence dim of each.
+        load_balancer: torch's name for ``balancer``. None, as in torch, is the default order.
+        balancer: as for :func:`context_parallel`; ``"auto"`` fits what that one does by default.
+
+    Returns:
+        A list of new tensors, the same on every rank. For gradients use
+        :func:`cp_dispatch.unshard`.
+
+    Raises:
+        ContextParallelError: where mesh, tensors and balancer do not fit, or balancers of torch.
+    """
+    if load_balancer is not None:
+        balancer = load_balancer
+    check_balancer(balancer)
+    buffers, dims = list(buffers), list(seq_dims)
+    if len(buffers) != len(dims):
+        raise _BadValue(f"buffers holds {len(buffers)} tensors, seq_dims {len(dims)} ints")
+    if isinstance(balancer, Balancer):
+        return unshard(mesh, buffers, dims, balancer)
+    whole = unshard(mesh, [x.detach() for x in buffers], dims)
+    for i, (tensor, dim) in enumerate(zip(whole, dims, strict=True)):
+        layout = layout_for(balancer, tensor.shape[dim], mesh.size())
+        if layout is not None:
+            whole[i] = permute(tensor, layout.inverse, dim % tensor.ndim)
+    return whole
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """Choose the schedule of later :func:`context_parallel` blocks of this process, in torch's
+    words: ``"allgather"``, the default, lets cp_dispatch choose; ``"alltoall"`` is the ring.
+
+    Raises:
+        ContextParallelError: for any other word.
+    """
+    global _schedule
+    if rotate_method not in ROTATE_METHODS:
+        raise _NotThere(
+            f"rotate_method must be one of {', '.join(map(repr, ROTATE_METHODS))}, got "
+            f"{rotate_method!r}"
+        )
+    _schedule = ROTATE_METHODS[rotate_method]
+
+
+def current_schedule() -> str:
+    """What :func:`set_rotate_method` said."""
+    return _schedule
+
+
+# -- Buffers ----------------------------------------------------------------------------------
+
+
+def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
+    """Buffers, their sequence dims, and the ids of those that are not to be restored."""
+    buffers, dims = list(buffers or ()), list(dims or ())
+    if len(buffers) != len(dims):
+        raise _BadValue(f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints")
+    ids = [id(buffer) for buffer in buffers]
+    keep = {id(buffer) for buffer in no_restore or ()}
+    if not keep <= set(ids):
+        raise _BadValue("no_restore_buffers must be a subset of buffers")
+    for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        name = f"buffers[{i}]"
+        if not isinstance(buffer, torch.Tensor):
+            raise _BadValue(f"{name} must be a tensor, got {type(buffer).__name__}")
+        if buffer.requires_grad:
+            raise ContextParallelError(
+                f"{name} {list(buffer.shape)} needs a gradient, which would be one of the whole "
+                "tensor; make the shard need it, inside the block, or use cp_dispatch.shard"
+            )
+        if ids.index(id(buffer)) != i or id(buffer) in _sharded:
+            raise ContextParallelError(
+                f"{name} {list(buffer.shape)} is already a shard, of this block or of one around "
+                "it; name each buffer once"
+            )
+        if (
+            isinstance(dim, bool)
+            or not isinstance(dim, int)
+            or not -buffer.ndim <= dim < buffer.ndim
+        ):
+            raise _BadValue(f"{name} has shape {list(buffer.shape)}, which has no dim {dim!r}")
+    return buffers, dims, keep
+
+
+@contextlib.contextmanager
+def _swapped(buffers: list, shards: list, keep: set[int]):
+    """The buffers hold the shards inside; outside they have their own storage again.
+
+    Autograd saves a buffer by reference, and would find the whole tensor in a backward after the
+    block. So what is saved inside is saved as an alias, which keeps the shard.
+    """
+    ids = {id(buffer) for buffer in buffers}
+    originals = [None if id(buffer) in keep else buffer.detach() for buffer in buffers]
+    aliases = _aliases(ids) if any(x is not None for x in originals) else contextlib.nullcontext()
+    with _lock:
+        _sharded.update(ids)
+    try:
+        for buffer, own in zip(buffers, shards, strict=True):
+            _put(buffer, own)
+        with aliases:
+            yield
+    finally:
+        for buffer, original in zip(buffers, originals, strict=True):
+            if original is not None:
+                buffer.data = original
+        with _lock:
+            _sharded.difference_update(ids)
+
+
+def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:
+    buffer.data = own
+    if not buffer.is_inference():
+        increment_version(buffer)  # a graph that was built before must not find the shard
+
+
+def _aliases(ids: set[int]):
+    def pack(tensor):
+        # Of a buffer no version is kept: putting the original back is no modification of a shard.
+        return tensor.detach(), None if id(tensor) in ids else tensor._version
+
+    def unpack(saved):
+        alias, version = saved
+        if version is not None and alias._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(alias.shape)} saved inside "
+                f"context_parallel is at version {alias._version}, expected {version}"
+            )
+        return alias
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def _no_fast_path():
+    """Keep ``nn.MultiheadAttention`` and encoder layers from their fused inference kernels, which
+    do not call ``F.scaled_dot_product_attention``."""
+    mha = torch.backends.mha
+    with _lock:
+        _fast_paths.append(mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _lock:
+            # The first to enter saw what was there before; the last to leave puts it back.
+            before = _fast_paths[0]
+            _fast_paths.pop()
+            if not _fast_paths:
+                mha.set_fastpath_enabled(before)

@@ -1,0 +1,77 @@
+"""What a ``context_parallel`` block says about plain tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dispatch.call import Call
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Balancer, HeadTail, shard
+
+ORDERS = ("auto", "head-tail")
+
+
+@dataclass(frozen=True)
+class PlainContext:
+    """What one block says.
+
+    Attributes:
+        mesh: the one dim over which sequences are sharded.
+        schedule: as in ``enable``.
+        balancer: one of ``ORDERS``, None for natural order, or a balancer.
+        order_is_known: False if nobody said in which order the shards lie.
+        uneven: ranks may hold different lengths, and tell each other.
+        lengths: local sequence lengths that calls may have, None for any.
+    """
+
+    mesh: DeviceMesh
+    schedule: str
+    balancer: Balancer | str | None
+    order_is_known: bool = True
+    uneven: bool = False
+    lengths: frozenset[int] | None = None
+
+    def layout(self, length: int) -> Balancer | None:
+        return layout_for(self.balancer, length, self.mesh.size())
+
+
+def layout_for(balancer: Balancer | str | None, length: int, world_size: int) -> Balancer | None:
+    """The layout of a sequence of ``length`` positions; ``"auto"`` is torch's default."""
+    if not isinstance(balancer, str):
+        return balancer
+    if length == 0 or (balancer == "auto" and length % (2 * world_size)):
+        return None
+    return HeadTail(length, world_size)
+
+
+def check_order(mesh: DeviceMesh, balancer) -> None:
+    """A mesh of one dim that this rank is in, and a balancer for it."""
+    check_balancer(balancer)
+    shard(mesh, [], [], balancer if isinstance(balancer, Balancer) else None)
+
+
+def check_balancer(balancer) -> None:
+    if balancer is None or isinstance(balancer, Balancer):
+        return
+    if not isinstance(balancer, str) or balancer not in ORDERS:
+        raise ContextParallelError(
+            "balancer must be 'auto', 'head-tail', None for natural order, or a balancer such as "
+            f"cp_dispatch.HeadTail(seq_len, world_size), got {balancer!r}"
+        )
+
+
+def words(context: PlainContext, call: Call) -> str:
+    mesh, order = context.mesh, context.balancer
+    return (
+        f"{call.describe()}\nas this rank's shards inside context_parallel over {mesh.size()} "
+        f"ranks, order {order if order is not None else 'natural'}"
+    )
+
+
+def refuse(context: PlainContext, call: Call, reason: str):
+    raise ContextParallelError(
+        f"scaled_dot_product_attention on plain shards is refused: {reason}.\n"
+        f"Given:\n{words(context, call)}"
+    )

@@ -1,0 +1,258 @@
+"""What the drop-in API refuses, and the style ``ContextParallel``, on threads."""
+
+from __future__ import annotations
+
+import copy
+import enum
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import cp_dispatch
+from cp_dispatch import ContextParallel, ContextParallelError, HeadTail, context_parallel
+from tests.distributed.calls import only
+from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.sharded import distribute
+from tests.distributed.test_plain_threads import on_mesh, sequences
+from tests.distributed.threads import run_threads
+
+# -- Refusals ---------------------------------------------------------------------------------
+
+ONES = torch.ones(16, 16, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("words, make", [
+    ("this rank's rows and this rank's keys", lambda q, k, v: ((q, k, v, ONES[:8, :8]), {})),
+    ("attn_mask has 5 rows", lambda q, k, v: ((q, k, v, ONES[:5]), {})),
+    ("attn_mask has 12 keys", lambda q, k, v: ((q, k, v, ONES[:, :12]), {})),
+    ("attn_mask needs a gradient", lambda q, k, v: ((q, k, v, torch.zeros(16, 16).requires_grad_()),
+                                                     {})),
+    ("both given", lambda q, k, v: ((q, k, v, ONES), {"is_causal": True})),
+    ("need both in one layout", lambda q, k, v: ((q, k[:, :, :4], v[:, :, :4]),
+                                                 {"is_causal": True})),
+    ("need both in one layout", lambda q, k, v: ((q, k[:, :, :4], v[:, :, :4], ONES[:, :8]), {})),
+    ("1 of rows where each rank holds 1", lambda q, k, v: ((q[:, :, :1], k, v, ONES[:1]), {})),
+    ("enable_gqa is False", lambda q, k, v: ((torch.cat([q, q], 1), k, v), {})),
+    ("must have shape", lambda q, k, v: ((q, k[0], v[0]), {})),
+    ("cast to one dtype", lambda q, k, v: ((q, k.double(), v), {})),
+    ("key and value must agree", lambda q, k, v: ((q, k, v[:, :, :4]), {})),
+    ("the mesh on cpu", lambda q, k, v: ((q.to("meta"), k.to("meta"), v.to("meta")), {})),
+], ids=str)  # fmt: skip
+def test_calls(words, make):
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        args, options = make(*own)
+        with context_parallel(mesh, balancer="head-tail"):
+            if words.startswith("the mesh"):
+                from cp_dispatch.local_call import attend_plain
+                from cp_dispatch.toggle import plain_context
+
+                with pytest.raises(ContextParallelError, match=words):
+                    attend_plain(plain_context(), *args, None, 0.0, False, None, False)
+                return
+            with pytest.raises(ContextParallelError, match=words) as error:
+                F.scaled_dot_product_attention(*args, **options)
+            assert "inside context_parallel over 2 ranks" in str(error.value)
+
+    on_mesh(2, body)
+
+
+def test_functorch_is_refused():
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="torch.func"):
+                torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum())(own[0])
+
+    on_mesh(2, body)
+
+
+def test_arguments():
+    def body(mesh):
+        x = torch.randn(16, 2)
+
+        def refused(words, kind=ContextParallelError, mesh=mesh, **options):
+            before = x.clone()
+            with pytest.raises(kind, match=words) as error:
+                with context_parallel(mesh, **options):
+                    pass
+            assert isinstance(error.value, ContextParallelError)
+            assert torch.equal(x, before) and not cp_dispatch.toggle._contexts.in_use
+
+        refused("1 tensors, buffer_seq_dims 0", ValueError, buffers=[x])
+        refused("subset", ValueError, no_restore_buffers={x})
+        refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
+        refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
+        refused("name each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
+        needs = nn.Parameter(torch.zeros(16))
+        refused("needs a gradient", buffers=[needs], buffer_seq_dims=[0])
+        refused("balancer must be", balancer="zigzag")
+        refused("is for 8 positions", buffers=[x], buffer_seq_dims=[0], balancer=HeadTail(8, 2))
+        refused("is for 4 ranks", balancer=HeadTail(16, 4))
+        refused("schedule must be", schedule="alltoall")
+        refused("DTensor", buffers=[distribute(x, mesh, [Replicate()])], buffer_seq_dims=[0])
+        refused("mesh must be a DeviceMesh", mesh="cp")
+        two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        refused('such as mesh\\["cp"\\]', mesh=two)
+        with context_parallel(two["cp"], buffers=[x], buffer_seq_dims=[0]):
+            assert len(x) == 8
+        with pytest.raises(ValueError, match="seq_dims 0"):
+            cp_dispatch.context_parallel_unshard(mesh, [x], [])
+        with pytest.raises(ContextParallelError, match="balancer must be"):
+            cp_dispatch.context_parallel_unshard(mesh, [x], [0], object())
+
+    run_threads(2, lambda rank: body(init_device_mesh("cpu", (2,))))
+
+
+def test_rotate_method():
+    for kind in (ContextParallelError, NotImplementedError):
+        with pytest.raises(kind, match="'allgather', 'alltoall'"):
+            cp_dispatch.set_rotate_method("ring")
+
+
+def test_uneven_shards_are_checked_where_lengths_are_uneven():
+    def body(mesh):
+        buffer = torch.zeros(15)
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+            own = [x[:, :, : 5 + 2 * mesh.get_local_rank()] for x in sequences(16)]
+            with pytest.raises(ContextParallelError, match="hold \\[5, 7\\] rows"):
+                F.scaled_dot_product_attention(*own)
+
+    on_mesh(2, body)
+
+
+# -- The style --------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def forward(self, query, key, value, **options):
+        return F.scaled_dot_product_attention(query, key, value, **options)
+
+
+class Projected(nn.Module):
+    """Takes ``(B, S, E)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x, causal=False):
+        heads = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class TorchsType(enum.Enum):
+    FLEX = "flex_attention"
+    SDPA = "scaled_dot_product_attention"
+
+
+@pytest.mark.parametrize("by_keyword", [0, 2, 3])
+@pytest.mark.parametrize("balancer", [None, "head-tail"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", [torch.Tensor, DTensor])
+def test_ring_by_style(kind, causal, balancer, by_keyword):
+    problem = Problem(length=48, dim=16, causal=causal)
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+    names = ("query", "key", "value")
+
+    def body(mesh):
+        style = ContextParallel(2, TorchsType.SDPA, balancer=balancer)
+        module = copy.deepcopy(parallelize_module(Attention(), mesh, style))
+        layout = HeadTail(48, 4) if balancer else None
+        own = cp_dispatch.shard(mesh, tensors, 2, layout)
+        *inputs, grad = (
+            DTensor.from_local(x, mesh, [Shard(2)], run_check=False) if kind is DTensor else x
+            for x in own
+        )
+        inputs = [x.requires_grad_() for x in inputs]
+        args = inputs[: 3 - by_keyword]
+        kwargs = dict(list(zip(names, inputs, strict=True))[3 - by_keyword :])
+        output = module(*args, **kwargs, is_causal=causal)
+        assert type(output) is kind and output.shape == inputs[0].shape
+        results = [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+        if kind is DTensor:
+            results = [x.to_local() for x in results]
+        check(cp_dispatch.unshard(mesh, results, [2] * 4, layout), want, single)
+        plain = F.scaled_dot_product_attention(*own[:3])  # other calls stay on one device
+        assert plain.shape == own[0].shape and not cp_dispatch.toggle._contexts.own()
+
+    with only("cpu_flash"):
+        on_mesh(4, body)
+
+
+def test_style_takes_the_order_from_around():
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    layout = HeadTail(16, 2)
+
+    def body(mesh):
+        module = parallelize_module(Attention(), mesh, ContextParallel())
+
+        def right(balancer):
+            own = cp_dispatch.shard(mesh, [query, key, value], 2, balancer)
+            got = cp_dispatch.unshard(mesh, module(*own, is_causal=True), 2, balancer)
+            torch.testing.assert_close(got, want)
+
+        right(None)
+        with cp_dispatch.enabled(layout=layout):
+            right(layout)
+        with context_parallel(mesh, balancer="head-tail"):
+            right(layout)
+        buffers = [x.clone() for x in (query, key, value)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+            right(layout)
+
+    on_mesh(2, body)
+
+
+def test_style_of_a_module_with_parameters_and_uneven_dtensors():
+    torch.manual_seed(0)
+    module, x = Projected(), torch.randn(2, 16, 16)
+    short = x[:, :15]
+    want, want_short = module(x, causal=True), module(short)
+    grads = torch.autograd.grad(want.square().sum(), module.parameters())
+
+    def body(mesh):
+        mine = parallelize_module(copy.deepcopy(module), mesh, ContextParallel(seq_dim=1))
+        own = cp_dispatch.shard(mesh, x, 1)
+        output = mine(own, causal=True)
+        torch.testing.assert_close(cp_dispatch.unshard(mesh, output.detach(), 1), want.detach())
+        uneven = mine(distribute(short, mesh, [Shard(1)]))
+        torch.testing.assert_close(uneven.full_tensor(), want_short)
+        return torch.autograd.grad(output.square().sum(), mine.parameters())
+
+    for first, second, true in zip(*on_mesh(2, body), grads, strict=True):
+        torch.testing.assert_close(first + second, true)
+
+
+def test_style_refusals():
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        module = parallelize_module(Attention(), mesh, ContextParallel())
+        whole = [distribute(x, mesh, [Replicate()]) for x in sequences(16)]
+        with pytest.raises(ContextParallelError, match="an input of shape"):
+            module(*whole)
+        wrong = parallelize_module(Attention(), mesh, ContextParallel(seq_dim=1))
+        with pytest.raises(ContextParallelError, match="seq_dim must be the dim"):
+            wrong(*own)
+        assert cp_dispatch.toggle._contexts.own() is None
+        with pytest.raises(TypeError):
+            module(own[0])
+        assert cp_dispatch.toggle._contexts.own() is None
+        module(*own)
+
+    on_mesh(2, body)
+    for kind in ("flex", TorchsType.FLEX):
+        with pytest.raises(ContextParallelError, match="not supported yet"):
+            ContextParallel(attention_type=kind)
+    with pytest.raises(ContextParallelError, match="attention_type must be"):
+        ContextParallel(attention_type="linear")
+    with pytest.raises(ContextParallelError, match="seq_dim must be an int"):
+        ContextParallel(seq_dim="2")

@@ -1,0 +1,399 @@
+"""``context_parallel`` on plain shards against float64, on threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention as imported_early
+from torch.utils.checkpoint import checkpoint
+
+import cp_dispatch
+from cp_dispatch import ContextParallelError, HeadTail, context_parallel
+from cp_dispatch.plain_context import layout_for
+from tests.distributed.calls import only
+from tests.distributed.plain import run_plain
+from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
+from tests.distributed.threads import run_threads
+
+
+@pytest.fixture(autouse=True)
+def _default_rotate_method():
+    yield
+    cp_dispatch.set_rotate_method("allgather")
+
+
+def on_mesh(world_size: int, body) -> list:
+    """``body(mesh)`` on every rank."""
+    return run_threads(world_size, lambda rank: body(init_device_mesh("cpu", (world_size,))))
+
+
+def judge(problem: Problem, world_size: int, kernel: str = "cpu_flash", **how) -> None:
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, kernel)
+    floors, few = rounding(problem, tensors)
+
+    def body(mesh):
+        check(run_plain(problem, tensors, mesh, **how), want, single, floors=floors, few=few)
+
+    with only(kernel):
+        on_mesh(world_size, body)
+
+
+def sequences(length: int, dim: int = 8, heads: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, heads, length, dim, generator=generator) for _ in range(3)]
+
+
+# -- Right ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("balancer", ["auto", "head-tail", None], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("needs", [True, False], ids=["backward", "forward only"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ring_by_context(world_size, needs, causal, balancer, rotate):
+    problem = Problem(length=48, dim=16, key_heads=2, causal=causal)
+    cp_dispatch.set_rotate_method(rotate)
+    judge(problem, world_size, balancer=balancer, needs=needs)
+
+
+@pytest.mark.parametrize("length", [36, 37])
+@pytest.mark.parametrize("balancer", ["auto", "head-tail", None], ids=str)
+def test_lengths_that_ranks_do_not_divide(balancer, length):
+    judge(Problem(length=length, dim=16, causal=True), 4, balancer=balancer)
+
+
+@pytest.mark.parametrize("kernel", ["cpu_flash", "math"])
+def test_keys_of_another_length(kernel):
+    judge(Problem(length=32, key_length=48, dim=16), 2, kernel)
+    judge(Problem(length=32, key_length=48, dim=16, causal=True), 2, kernel, balancer=None)
+
+
+@pytest.mark.parametrize("how", [
+    {"lead": (3,)}, {"lead": (2, 2, 2)}, {"dtype": torch.bfloat16}, {"scale": 0.3},
+    {"key_heads": 1}, {"dim": 36},
+], ids=str)  # fmt: skip
+def test_other_calls(how):
+    judge(Problem(**{"length": 64, "dim": 16, "causal": True} | how), 2)
+
+
+def test_a_given_balancer():
+    balancer = cp_dispatch.PerDocumentHeadTail([24, 40], 4)
+    judge(Problem(length=64, dim=16, causal=True), 4, balancer=balancer)
+    judge(Problem(length=64, dim=16, causal=True), 4, balancer=HeadTail(64, 4), buffers=False)
+
+
+def test_the_order_without_buffers():
+    for balancer in ("head-tail", None):
+        judge(Problem(length=44, dim=16, causal=True), 2, balancer=balancer, buffers=False)
+    judge(Problem(length=48, dim=16), 2, buffers=False)
+    judge(Problem(length=48, dim=16, mask=Mask("b11k")), 2, buffers=False, mask_dims=(3,))
+
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        with context_parallel(mesh):
+            for options in (
+                {"is_causal": True},
+                {"attn_mask": torch.ones(16, 16, dtype=torch.bool)},
+            ):
+                with pytest.raises(ContextParallelError, match="no telling in which order"):
+                    F.scaled_dot_product_attention(*own, **options)
+
+    on_mesh(2, body)
+
+
+@pytest.mark.parametrize("kernel", ["cpu_flash", "math"])
+@pytest.mark.parametrize("balancer", ["auto", None], ids=str)
+@pytest.mark.parametrize("mask, mask_dims", [
+    (Mask("qk"), ()), (Mask("qk"), (0,)), (Mask("qk"), (1,)), (Mask("b11k"), ()),
+    (Mask("b11k"), (3,)), (Mask("1hqk", blind=True), (2,)), (Mask("bhqk", None), ()),
+    (Mask("bhqk", None), (2,)), (Mask("11q1"), ()), (Mask("11q1"), (2,)),
+], ids=str)  # fmt: skip
+def test_masks(mask, mask_dims, balancer, kernel):
+    for length in (48, 42) if balancer is None else (48,):
+        problem = Problem(batch=2, heads=2, length=length, dim=16, mask=mask)
+        judge(problem, 4, kernel, balancer=balancer, mask_dims=mask_dims)
+
+
+def test_sliding_window_and_documents():
+    """As masks of the whole sequence; each rank's rows of them work too."""
+    query, key, value = sequences(32)
+    at = torch.arange(32)
+    documents = (at >= 20).int()
+    window = (at[:, None] - at).abs() < 5
+    for mask in (window, documents[:, None] == documents):
+        want = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+        def body(mesh, mask=mask, want=want):
+            buffers = [x.clone() for x in (query, key, value, mask)]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2, 0]):
+                rows = imported_early(*buffers)
+                whole = imported_early(*buffers[:3], attn_mask=mask)
+            for own in (rows, whole):
+                (got,) = cp_dispatch.context_parallel_unshard(mesh, [own], [2])
+                torch.testing.assert_close(got, want)
+
+        on_mesh(4, body)
+
+
+def test_bias_of_own_rows_has_a_gradient():
+    query, key, value = sequences(32)
+    bias = torch.randn(2, 2, 32, 32, requires_grad=True)
+    F.scaled_dot_product_attention(query, key, value, attn_mask=bias).square().sum().backward()
+    want = bias.grad
+
+    def body(mesh):
+        buffers = [x.detach().clone() for x in (query, key, value, bias)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            own = buffers[3].clone().requires_grad_()
+            output = F.scaled_dot_product_attention(*buffers[:3], attn_mask=own)
+        (grad,) = torch.autograd.grad(output.square().sum(), own)
+        (got,) = cp_dispatch.context_parallel_unshard(mesh, [grad], [2])
+        torch.testing.assert_close(got, want)
+
+    on_mesh(2, body)
+
+
+def test_causal_biases():
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def body(mesh):
+        buffers = [x.clone() for x in (query, key, value)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+            for bias in (causal_lower_right(16, 16), causal_upper_left(8, 8)):
+                own = F.scaled_dot_product_attention(*buffers, attn_mask=bias)
+                got = cp_dispatch.context_parallel_unshard(mesh, [own], [2])[0]
+                torch.testing.assert_close(got, want)
+            with pytest.raises(ContextParallelError, match="this rank's rows and this rank's keys"):
+                keys = [torch.cat([x, x], 2) for x in buffers[1:]]
+                F.scaled_dot_product_attention(
+                    buffers[0], *keys, attn_mask=causal_lower_right(8, 16)
+                )
+
+    on_mesh(2, body)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forward_only_modes(mode):
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def body(mesh):
+        with mode():
+            buffers = [x.clone() for x in (query, key, value)]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+                own = imported_early(*buffers, is_causal=True)
+            assert torch.equal(buffers[0], query)
+            (got,) = cp_dispatch.context_parallel_unshard(mesh, [own], [2])
+        torch.testing.assert_close(got, want)
+
+    on_mesh(2, body)
+
+
+def test_debug_mode_finds_ranks_that_differ(monkeypatch):
+    monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
+
+    def body(mesh):
+        own = [x[:, :, : 8 - mesh.get_local_rank()] for x in sequences(16)]
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="do not agree"):
+                F.scaled_dot_product_attention(*own, is_causal=True)
+            same = [x[:, :, :8] for x in sequences(16)]
+            F.scaled_dot_product_attention(*same, is_causal=True)
+
+    on_mesh(2, body)
+
+
+def test_other_attention_of_modules_is_seen():
+    """Modules whose fast paths skip F.scaled_dot_product_attention in eval mode."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 16, 16)
+    with torch.no_grad():
+        want = layer(x)
+
+    def body(mesh):
+        buffer = x.clone()
+        with torch.no_grad(), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+            own = layer(buffer)
+        (got,) = cp_dispatch.context_parallel_unshard(mesh, [own], [1])
+        torch.testing.assert_close(got, want)
+
+    assert torch.backends.mha.get_fastpath_enabled()
+    on_mesh(2, body)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+# -- Buffers ----------------------------------------------------------------------------------
+
+
+def test_buffers_are_cut_and_come_back():
+    whole = {
+        "tokens": (torch.arange(24).view(1, 24).repeat(2, 1), 1),
+        "labels": (torch.arange(24, dtype=torch.int32), 0),
+        "seen": (torch.rand(2, 24) > 0.5, -1),
+        "rope": (torch.randn(24, 1, 4), 0),
+        "heads": (torch.randn(2, 3, 24, 4, dtype=torch.bfloat16), 2),
+        "other length": (torch.randn(2, 16, 4), 1),
+    }
+
+    def body(mesh):
+        buffers = [x.clone() for x, _ in whole.values()]
+        dims = [dim for _, dim in whole.values()]
+        kept = buffers[4]
+        pointers = [x.data_ptr() for x in buffers]
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers={kept}
+        ):
+            for buffer, (x, dim) in zip(buffers, whole.values(), strict=True):
+                own = cp_dispatch.shard(mesh, x, dim, layout_for("auto", x.shape[dim], 2))
+                assert buffer.dtype is x.dtype and torch.equal(buffer, own)
+            shards = [x.clone() for x in buffers]
+            buffers[0].zero_()  # what is written to a shard goes with it
+        for i, (x, _) in enumerate(whole.values()):
+            assert torch.equal(buffers[i], shards[4] if i == 4 else x)
+            assert i == 4 or buffers[i].data_ptr() == pointers[i]
+        got = cp_dispatch.context_parallel_unshard(mesh, shards, dims)
+        for mine, (x, _) in zip(got, whole.values(), strict=True):
+            assert torch.equal(mine, x)
+
+    on_mesh(2, body)
+
+
+def test_an_exception_restores():
+    def body(mesh):
+        query, key, value = whole = sequences(16)
+        buffers = [x.clone() for x in whole]
+        with pytest.raises(KeyError, match="mine"):
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+                raise KeyError("mine")
+        for mine, x in zip(buffers, whole, strict=True):
+            assert torch.equal(mine, x)
+        local = F.scaled_dot_product_attention(*buffers)  # on one device again
+        torch.testing.assert_close(local, F.scaled_dot_product_attention(query, key, value))
+
+    on_mesh(2, body)
+
+
+def test_backward_after_the_block():
+    """Buffers that autograd has saved itself: token ids, labels, a factor, and a view of one."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(11, 16), nn.Linear(16, 11)
+    tokens, labels = torch.randint(11, (2, 2, 16))
+    factor = torch.randn(16, 1)
+
+    def loss(tokens, labels, factor):
+        x = embedding(tokens) * factor * factor[:, :1]
+        x = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        x = imported_early(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(head(x).flatten(0, 1), labels.flatten(), reduction="sum")
+
+    parameters = [*embedding.parameters(), *head.parameters()]
+    want = torch.autograd.grad(loss(tokens, labels, factor), parameters)
+
+    def body(mesh):
+        buffers = [x.clone() for x in (tokens, labels, factor)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0]):
+            own = loss(*buffers)
+        assert torch.equal(buffers[0], tokens)
+        return torch.autograd.grad(own, parameters)
+
+    for got in zip(*on_mesh(2, body), want, strict=True):
+        torch.testing.assert_close(got[0] + got[1], got[2])
+
+
+def test_a_saved_tensor_modified_in_place_is_still_found():
+    def body(mesh):
+        buffer, x = torch.randn(16), torch.randn(8, requires_grad=True)
+        factor = torch.randn(8)
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+            y = x * factor
+            factor.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            y.sum().backward()
+
+    on_mesh(2, body)
+
+
+def test_blocks_nest_and_follow_each_other():
+    query, key, value = sequences(16)
+    want = {
+        causal: F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        for causal in (True, False)
+    }
+
+    def body(mesh):
+        outer, inner = ([x.clone() for x in (query, key, value)] for _ in range(2))
+
+        def right(buffers, balancer="auto"):
+            for causal, true in want.items():
+                own = F.scaled_dot_product_attention(*buffers, is_causal=causal)
+                got = cp_dispatch.context_parallel_unshard(mesh, [own], [2], balancer=balancer)
+                torch.testing.assert_close(got[0], true)
+
+        for _ in range(2):
+            with context_parallel(mesh, buffers=outer, buffer_seq_dims=[2] * 3):
+                right(outer)
+                with context_parallel(mesh, buffers=inner, buffer_seq_dims=[2] * 3, balancer=None):
+                    right(inner, None)
+                    with pytest.raises(ContextParallelError, match="already a shard"):
+                        with context_parallel(mesh, buffers=outer, buffer_seq_dims=[2] * 3):
+                            pass
+                right(outer)
+                with cp_dispatch.enabled():  # about DTensors
+                    right(outer)
+                    cp_dispatch.disable()
+                    right(outer)
+            assert torch.equal(outer[0], query) and torch.equal(inner[0], query)
+
+    on_mesh(2, body)
+
+
+def test_dtensors_mean_what_they_mean_outside():
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def body(mesh):
+        rank = mesh.get_local_rank()
+        natural = [
+            DTensor.from_local(x[:, :, rank * 8 : rank * 8 + 8], mesh, [Shard(2)], run_check=False)
+            for x in (query, key, value)
+        ]
+        with context_parallel(mesh, buffers=[torch.zeros(16)], buffer_seq_dims=[0]):
+            with cp_dispatch.enabled():
+                got = F.scaled_dot_product_attention(*natural, is_causal=True)
+        torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh(2, body)
+
+
+def test_checkpoint():
+    """Right with the backward inside; found with a recomputation outside, which is local."""
+    query, key, value = sequences(16)
+
+    def body(mesh):
+        def run(use_reentrant, inside):
+            buffers = [x.clone() for x in (query, key, value)]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+                own = [x.clone().requires_grad_() for x in buffers]
+                out = checkpoint(
+                    lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
+                    *own, use_reentrant=use_reentrant,
+                )  # fmt: skip
+                if inside:
+                    out.sum().backward()
+                    return own[1].grad
+            with pytest.raises(RuntimeError):
+                out.sum().backward()
+
+        torch.testing.assert_close(run(False, True), run(True, True))
+        run(False, False)
+
+    on_mesh(2, body)
