@@ -48,6 +48,19 @@ class LocalCall:
         call between different lengths may use kernels that refuse it on one device."""
         return self.is_causal and self.shapes[0][2] == self.shapes[1][2]
 
+    @property
+    def is_single_pair(self) -> bool:
+        """Whether the largest shards are one query row and one key."""
+        return self.shapes[0][2] == self.shapes[1][2] == 1
+
+    def of_two(self) -> LocalCall:
+        """The same call with two rows and two keys."""
+        shapes = tuple((*shape[:2], 2, shape[3]) for shape in self.shapes)
+        mask = self.mask
+        if mask is not None:
+            mask = mask._replace(shape=(*mask.shape[:2], 2, 2))
+        return replace(self, shapes=shapes, mask=mask)
+
 
 def sdp_flags() -> tuple:
     """The switches that torch's choice listens to."""
@@ -80,6 +93,10 @@ def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:
         repeated = ((x[0], query[1], *x[2:]) for x in rest)
         local = replace(local, shapes=(query, *repeated), enable_gqa=False)
         choice = _choice(local, device, sdp_flags())
+    if choice == _NONE_FITS and local.is_single_pair:
+        # The only lengths that a kernel refuses; what one row of a shard meets is not the user's
+        # doing, and backends take it.
+        choice = _choice(local.of_two(), device, sdp_flags())
     for name, backend in BACKENDS.items():
         if backend.sdp_backend.value == choice and local.device_type in backend.devices:
             return name, ()

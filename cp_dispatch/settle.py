@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Costs:
     """Rough speeds of a device: attention FLOP/s of 16-bit and of wider inputs, bytes/s that one
-    rank sends to another, seconds that an exchange takes beside its bytes, and for how short a hop
-    (seconds) and how many bytes of gathered keys a gather is taken for a ring."""
+    rank sends to another, seconds that an exchange takes beside its bytes, and up to how many bytes
+    of gathered keys a gather is taken for a ring."""
 
     flops: float
     wide_flops: float
     bandwidth: float
     latency: float
-    gather_hop: float
     gather_bytes: int
 
 
 # H100: flash and cuDNN forward at 8k and 32k tokens (tools/results), NVLink send and receive of
-# halves. CPU: one core of a server, gloo, where kernels are slow enough for any schedule.
+# halves; the gather was as fast or faster at both, and takes 1 GiB at 64k tokens of 8 key heads on
+# 4 ranks. CPU: one core of a server, gloo, where kernels are slow enough for any schedule.
 COSTS = {
-    "cuda": Costs(450e12, 30e12, 150e9, 100e-6, gather_hop=4e-3, gather_bytes=2**30),
-    "cpu": Costs(30e9, 30e9, 1e9, 1e-3, gather_hop=0.0, gather_bytes=0),
+    "cuda": Costs(450e12, 30e12, 150e9, 100e-6, gather_bytes=2**30),
+    "cpu": Costs(30e9, 30e9, 1e9, 1e-3, gather_bytes=0),
 }
 
 
@@ -48,7 +48,7 @@ def settle(plan: Plan, wish: str, device_type: str) -> Plan:
         return plan
     if wish == "gather":
         return _gathered(plan)
-    if wish == "auto" and _gather_is_better(plan, device_type):
+    if wish == "auto" and _gather_is_affordable(plan, device_type):
         found = _gathered(plan)
         if found.schedule != "ring":
             return found
@@ -89,14 +89,11 @@ def _with(plan: Plan, reason: str, schedule: str | None = None) -> Plan:
     )
 
 
-def _gather_is_better(plan: Plan, device_type: str) -> bool:
-    """Hops too short for a ring to hide its fixed costs, and keys that are few enough. (Where a
-    mask is causal a balanced hop is half a block.)"""
-    costs = COSTS[device_type]
-    hop = _block_seconds(plan, device_type) * (0.5 if plan.is_causal else 1.0)
+def _gather_is_affordable(plan: Plan, device_type: str) -> bool:
+    """Whether the keys of all ranks are few enough to be gathered."""
     _, key, _ = plan.shards
     gathered = plan.key_row_bytes * key[2] * plan.world_size
-    return hop <= costs.gather_hop and gathered <= costs.gather_bytes
+    return gathered <= COSTS[device_type].gather_bytes
 
 
 def _block_seconds(plan: Plan, device_type: str) -> float:

@@ -62,14 +62,15 @@ def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
 
 @pytest.mark.parametrize("plan, schedule", [
     (ring(tokens=8192), "mirrored_gather"),
-    (ring(tokens=32768), "mirrored_ring"),
+    (ring(tokens=65536), "mirrored_gather"),
+    (ring(tokens=65536 + 1024), "mirrored_ring"),
     (ring(tokens=8192, layout=HeadTail(32768, 4)), "gather"),
-    (ring(tokens=32768, layout=HeadTail(131072, 4)), "ring"),
+    (ring(tokens=131072, layout=HeadTail(524288, 4)), "ring"),
     (ring(tokens=8192, causal=False), "gather"),
-    (ring(tokens=32768, causal=False), "ring"),
+    (ring(tokens=131072, causal=False), "ring"),
     (ring(tokens=512, heads=(1, 1)), "mirrored_gather"),
 ])  # fmt: skip
-def test_auto_on_cuda_gathers_short_hops(plan, schedule):
+def test_auto_on_cuda_gathers_while_the_keys_are_few_enough(plan, schedule):
     assert settle(plan, "auto", "cuda").schedule == schedule
 
 

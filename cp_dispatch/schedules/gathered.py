@@ -29,10 +29,6 @@ class _Rows:
         rows = buffer.flatten(0, 2).permute(1, 2, 0, 3)
         return rows[..., : self.dim], rows[..., self.dim :]
 
-    def piece(self, tensor: Tensor, piece: int) -> Tensor:
-        """A piece of a rank's own ``(B, Hkv, S, D)``."""
-        return tensor[:, :, piece * self.size : (piece + 1) * self.size]
-
 
 class GatheredKeys:
     """All keys and values on their way: pieces of the last kind of every rank, then of the one
@@ -40,14 +36,12 @@ class GatheredKeys:
 
     def __init__(self, key: Tensor, value: Tensor, pieces: int, ring: Ring):
         self._rows = rows = _Rows(key, value, pieces)
-        send = rows.empty(key, 1, key.dtype)
+        send = rows.empty(key, 1, key.dtype)  # the pieces in their own order
         self._all = rows.empty(key, ring.world_size, key.dtype)
-        for region, piece in enumerate(reversed(range(pieces))):
-            into = rows.views(send[region : region + 1])
-            for view, tensor in zip(into, (key, value), strict=True):
-                view.copy_(rows.piece(tensor, piece))
+        for view, tensor in zip(rows.views(send), (key, value), strict=True):
+            view.copy_(tensor)
         self._works = [
-            ring.start_all_gather(send[region].flatten(), self._all[region].flatten())
+            ring.start_all_gather(send[pieces - 1 - region].flatten(), self._all[region].flatten())
             for region in range(pieces)
         ]
 
@@ -86,10 +80,13 @@ class KeyGradient:
             if not written:
                 for total in self._views:
                     total[:, :, begin:end].zero_()
-        self._own = self._rows.empty(self._key, 1, self._wide)
+        pieces = self._rows.pieces
+        self._own = self._rows.empty(self._key, 1, self._wide)  # the pieces in their own order
         self._works = [
-            self._ring.start_reduce_scatter(self._all[i].flatten(), self._own[i].flatten())
-            for i in range(self._rows.pieces)
+            self._ring.start_reduce_scatter(
+                self._all[region].flatten(), self._own[pieces - 1 - region].flatten()
+            )
+            for region in range(pieces)
         ]
 
     def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
@@ -98,19 +95,13 @@ class KeyGradient:
         for work in self._works:
             work.wait()
         self._all = self._views = None
-        rows, results = self._rows, []
-        for which, like in enumerate((self._key, self._value)):
-            wide = token_major(*like.shape, like=like, dtype=self._wide)
-            for region, piece in enumerate(reversed(range(rows.pieces))):
-                own = rows.views(self._own[region : region + 1])[which]
-                rows.piece(wide, piece).copy_(own)
-            for share in shares:
-                part = share[which]
-                wide[:, :, share.start : share.start + part.size(2)].add_(part)
-            results.append(wide)
+        views = self._rows.views(self._own)
+        for share in shares:
+            for total, part in zip(views, (share.dk, share.dv), strict=True):
+                total[:, :, share.start : share.start + part.size(2)].add_(part)
         return tuple(
-            wide if wide.dtype is like.dtype else token_major(*like.shape, like=like).copy_(wide)
-            for wide, like in zip(results, (self._key, self._value), strict=True)
+            token_major(*like.shape, like=like).copy_(total)
+            for total, like in zip(views, (self._key, self._value), strict=True)
         )
 
     def _ranges(self, start: int, stop: int):

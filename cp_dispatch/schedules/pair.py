@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_dispatch.extension import has_kernel
-from cp_dispatch.rows import copy_rows
-
 
 class Pair:
     """How a key block ``(B, Hkv, S, D)`` and a value block ``(B, Hkv, S, Dv)`` lie in a buffer:
@@ -18,8 +15,6 @@ class Pair:
         self.dtype = dtype or key.dtype
         self._dims = key.size(-1), value.size(-1)
         self._batch, self._heads = key.size(0), key.size(1)
-        # On CPU nothing is launched, and two copies take as long as one.
-        self._one_launch = key.is_cuda and has_kernel("copy_rows", "cuda")
 
     def numel(self, length: int) -> int:
         return self._batch * length * self._heads * sum(self._dims)
@@ -41,8 +36,5 @@ class Pair:
     def pack(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """Copy one block into the front of ``buffer``."""
         into_key, into_value = self.views(buffer, key.size(2))
-        if self._one_launch and key.dtype is value.dtype is self.dtype:
-            copy_rows([into_key, into_value], [key, value], None, [2, 2], False)
-            return
         into_key.copy_(key)
         into_value.copy_(value)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FACTOR = 1.3
+CUDA_GRID = 65535
 RESULTS = ("output", "dq", "dk", "dv", "dmask")
 
 ZEROS = dict.fromkeys(RESULTS, 0.0)
@@ -167,6 +168,7 @@ def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
     scores = (*query.shape[:-1], key.size(-2))
 
     def attend(query, key, value, attn_mask=None):
+        shape = (*query.shape[:-1], value.size(-1))
         if kernel == "efficient" and problem.grouped:
             groups = query.size(1) // key.size(1)
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -185,10 +187,18 @@ def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
             is_causal=problem.causal, scale=problem.scale,
             enable_gqa=problem.grouped and query.size(1) != key.size(1),
         )  # fmt: skip
-        return output.reshape(grad_output.shape)
+        if output is None:  # torch's cuDNN, for an empty batch
+            raise RuntimeError("no output")
+        return output.reshape(shape)
 
     with sdpa_kernel(KERNELS[kernel]):
         mask = problem.attn_mask(query.device)
+        dims = [dim for dim in (0, 1) if query.size(dim) > CUDA_GRID]
+        if dims and mask is None and not problem.grouped and query.is_cuda:
+            # More than a kernel takes; a user would cut them.
+            parts = zip(*(x.tensor_split(20, dims[0]) for x in tensors), strict=True)
+            results = [with_gradients(attend, *part) for part in parts]
+            return [torch.cat(x, dims[0]) for x in zip(*results, strict=True)]
         return with_gradients(attend, query, key, value, grad_output, mask)
 
 
