@@ -47,6 +47,7 @@ __all__ = [
     "disable_current_modes",
     "dtensor_spec",
     "dynamo_traces",
+    "forget_resolved_kernels",
     "functorch_is_active",
     "fused_sdp_choice",
     "generate_redistribute_costs",
@@ -87,6 +88,13 @@ def sdp_priority_order() -> tuple[int, ...]:
 def composite_kernel(dispatch_key: str):
     """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
     return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:
+    """Let the Python dispatcher, which traces go by, look up an op's kernels anew; registering and
+    removing one does not. It would go on to a kernel of autograd's that is no longer there, whose
+    stand-in computes no gradients."""
+    op._dispatch_cache.clear()
 
 
 def kernel_is_registered(op: str, dispatch_key: str) -> bool:

@@ -29,6 +29,7 @@ from cp_dispatch import causal_bias, compile_cache, graph_guards
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,
+    forget_resolved_kernels,
     in_backward,
     torch_context_parallel_is_on,
 )
@@ -38,6 +39,7 @@ from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
 
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 
 _lock = threading.RLock()
@@ -182,10 +184,12 @@ def _sync() -> None:
         except BaseException:
             library._destroy()
             raise
+        forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
         _installed.append(library)
     elif _installed and not in_use:
         _installed.pop()._destroy()
+        forget_resolved_kernels(_SDPA)
         causal_bias.remove()
         graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -373,4 +374,26 @@ def test_save_in_traced_checkpoints():
     assert op in forward and op not in backward
     assert not any("rng_state" in str(target) for target in forward)
     torch._dynamo.reset()
+    library._destroy()
+
+
+def test_forget_resolved_kernels():
+    """A trace that goes by the Python dispatcher sees a kernel that came or went since."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("which(Tensor x) -> Tensor")
+    library.impl("which", lambda x: x + 1, "CompositeImplicitAutograd")
+    op = torch.ops.cp_dispatch_compat_test.which.default
+
+    def trace():
+        with enable_python_dispatcher():
+            return op(torch.zeros((), requires_grad=True))
+
+    assert trace() == 1
+    before = torch.library.Library("cp_dispatch_compat_test", "IMPL")
+    before.impl("which", lambda x: x + 2, "AutogradCPU")
+    _compat.forget_resolved_kernels(op)
+    assert trace() == 2
+    before._destroy()
+    _compat.forget_resolved_kernels(op)
+    assert trace() == 1 and trace().requires_grad
     library._destroy()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled
+from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled, toggle
 from tests.ranks import one_rank
 
 
@@ -172,3 +172,30 @@ def test_the_backward_may_run_outside(mesh):
     with enabled():
         (want,) = torch.autograd.grad(attention._attend(x).sum(), x)
     torch.testing.assert_close(got.to_local(), want.to_local())
+
+
+def test_plain_calls_keep_their_gradients_afterwards(mesh):
+    """Torch's dispatcher in Python remembered the override's kernel, and lost the gradients."""
+
+    def gradient():
+        torch._dynamo.reset()
+        x = torch.ones(1, 2, 8, 4, requires_grad=True)
+        compiled = torch.compile(Attention._attend, backend="aot_eager", fullgraph=True)
+        (grad,) = torch.autograd.grad(compiled(x).square().sum(), x)
+        return grad
+
+    want = gradient()
+    for _ in range(2):
+        with enabled():
+            Attention(mesh).compilations()
+            torch.testing.assert_close(gradient(), want)
+        torch.testing.assert_close(gradient(), want)
+
+
+def test_a_first_trace_without_the_override_does_not_hide_it(mesh):
+    for _ in range(2):
+        attention = Attention(mesh)
+        attention.compilations(attention.plain)
+        with enabled(), mock.patch.object(toggle, "attend", wraps=toggle.attend) as attend:
+            assert attention.compilations() == 1
+            assert attend.call_count >= 2  # the trace and the eager call
