@@ -87,9 +87,9 @@ def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]
     query = call.query
     seed = None
     if call.dropout_p > 0.0:
-        draw = torch.ops.cp_dispatch.dropout_seed.default
-        seed = draw(torch.device(mesh.device_type))
-        save_in_traced_checkpoints(draw)
+        # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
+        seed = torch.randint(2**62, (), device=mesh.device_type)
+        save_in_traced_checkpoints(torch.ops.aten.randint.default)
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
         note_group(group_name, state)

@@ -59,10 +59,6 @@ BACKWARD_SCHEMA = (
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)"
 )
 
-# The seed of a call's coins, an int64 scalar of torch's default generator: a checkpoint restores
-# that, so the coins. An op, so that policies of selective checkpointing can name it.
-SEED_SCHEMA = "dropout_seed(Device device) -> Tensor"
-
 # Where the schedule is among the arguments after logsumexp, or after value in a forward.
 _SCHEDULE = 8
 
@@ -285,21 +281,6 @@ def _refuse_local_tensor_mode(name: str) -> None:
     torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", mode, rule, lib=library)
 
 
-def _define_seed() -> None:
-    def fake(device):
-        return torch.empty((), dtype=torch.int64, device=device)
-
-    library.define(
-        SEED_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded)
-    )
-    library.impl(
-        "dropout_seed",
-        lambda device: torch.randint(2**62, (), device=device),
-        "CompositeExplicitAutograd",
-    )
-    torch.library.register_fake(f"{NAMESPACE}::dropout_seed", fake, lib=library)
-
-
 def ops_to_save() -> list[torch._ops.OpOverload]:
     """The ops whose outputs selective checkpointing should keep, so that no backward communicates
     or attends a second time::
@@ -309,9 +290,8 @@ def ops_to_save() -> list[torch._ops.OpOverload]:
         )
         torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
     """
-    return [*map(forward_op, BACKENDS), torch.ops.cp_dispatch.dropout_seed.default]
+    return list(map(forward_op, BACKENDS))
 
 
 for _backend in BACKENDS.values():
     _define(_backend)
-_define_seed()

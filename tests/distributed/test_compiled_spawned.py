@@ -12,18 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import cp_dispatch
 from tests.distributed.compiled import _has_compiler
-from tests.distributed.modules import Attention
+from tests.distributed.models import Model
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_cases
@@ -112,38 +107,7 @@ def dynamic_length(env: Env, marked: bool) -> None:
     assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
 
 
-class Model(nn.Module):
-    """Embedding, two blocks of attention and MLP, and the loss."""
-
-    def __init__(self, context_fn=None, checkpointed=False, dropout=0.0):
-        super().__init__()
-        linear = functools.partial(nn.Linear, bias=False)
-        self.embedding, self.head = nn.Embedding(17, 32), linear(32, 17)
-        self.attention = nn.ModuleList(Attention(linear) for _ in range(2))
-        self.mlp = nn.ModuleList(nn.Sequential(linear(32, 64), nn.GELU()) for _ in range(2))
-        self.down = nn.ModuleList(linear(64, 32) for _ in range(2))
-        self.checkpointed, self.dropout = checkpointed, dropout
-        self.options = {} if context_fn is None else {"context_fn": context_fn}
-
-    def block(self, x, i: int):
-        if self.dropout:
-            query = x.unflatten(-1, (4, 8)).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(query, query, query, dropout_p=self.dropout)
-            x = x + mixed.transpose(1, 2).flatten(2)
-        x = x + self.attention[i](x)
-        return x + self.down[i](self.mlp[i](x))
-
-    def forward(self, tokens, labels):
-        x = self.embedding(tokens)
-        for i in range(2):
-            if self.checkpointed:
-                x = checkpoint(self.block, x, i, use_reentrant=False, **self.options)
-            else:
-                x = self.block(x, i)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="mean")
-
-
-def train(model, mesh, compiled=None, steps=3, lr=0.5) -> list[float]:
+def train(model, mesh, compiled=None, steps=3, lr=0.1) -> list[float]:
     """Losses of a few steps; the forward with its loss compiled, or nothing."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     forward = model if compiled is None else compiled
