@@ -60,6 +60,7 @@ __all__ = [
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "profiler_is_on",
     "register_op_strategy",
     "resolve_group",
     "save_in_traced_checkpoints",
@@ -88,6 +89,11 @@ def sdp_priority_order() -> tuple[int, ...]:
 def composite_kernel(dispatch_key: str):
     """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
     return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:

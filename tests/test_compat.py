@@ -397,3 +397,10 @@ def test_forget_resolved_kernels():
     _compat.forget_resolved_kernels(op)
     assert trace() == 1 and trace().requires_grad
     library._destroy()
+
+
+def test_profiler_is_on():
+    assert not _compat.profiler_is_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _compat.profiler_is_on()
+    assert not _compat.profiler_is_on()

@@ -15,6 +15,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
 from tests.distributed.compiled import _has_compiler
@@ -194,6 +195,62 @@ def plain_shards(env: Env) -> None:
     assert graphs.forward == [(0, 0), (1, 0)]
 
 
+def profiled(env: Env) -> None:
+    """A range for each hop, forward and backward, from eager calls and from compiled ones."""
+    mesh, size = env.mesh(), env.world_size
+    problem = Problem(length=16 * size, dim=8)
+    inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
+    compiled = compile_once(problem.attend, "aot_eager")
+    parts = [f"[hop {hop + 1}/{size}]" for hop in range(size)]
+    for schedule, want in (("natural_ring", parts), ("gather", ["[home]", "[gathered]"])):
+        name = schedule.removeprefix("natural_")
+        with cp_dispatch.enabled(schedule=schedule):
+            for attend in (problem.attend, compiled):
+                attend(*inputs)
+                with torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CPU]
+                ) as profile:
+                    output = attend(*inputs)
+                    torch.autograd.grad(output, inputs, output.detach())
+                got = {event.name for event in profile.events() if "cp_dispatch::" in event.name}
+                ranges = {
+                    f"cp_dispatch::{name}{way}{part}" for way in ("", "_backward") for part in want
+                }
+                assert ranges == {x for x in got if "[" in x}, got
+
+
+def flops(env: Env) -> None:
+    """Torch does not enter a compiled graph under the counter, so that both count alike, the
+    whole sequence; the graph itself counts what this rank computes."""
+    mesh, size = env.mesh(), env.world_size
+    problem = Problem(batch=2, heads=4, length=16 * size, key_length=32 * size, dim=16)
+    inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
+    product = 2 * 2 * 4 * (16 * size) * (32 * size) * 16
+    in_graphs = []
+
+    def count(graph, example):
+        with FlopCounterMode(display=False) as counter:
+            graph(*example)
+        in_graphs.append(counter.get_total_flops() * size)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        problem.attend, backend=aot_autograd(fw_compiler=count, bw_compiler=count)
+    )
+    with cp_dispatch.enabled():
+        output = compiled(*inputs)
+        torch.autograd.grad(output, inputs, output.detach())
+        for attend in (problem.attend, compiled):
+            with FlopCounterMode(display=False) as forward:
+                output = attend(*inputs)
+            with FlopCounterMode(display=False) as backward:
+                torch.autograd.grad(output, inputs, output.detach())
+            assert forward.get_total_flops() == 2 * product, forward.get_flop_counts()
+            assert backward.get_total_flops() == 5 * product, backward.get_flop_counts()
+    assert in_graphs == [2 * product, 5 * product], (in_graphs, product)
+
+
 CAUSAL = Problem(causal=True, key_heads=2, length=128)
 CASES = {
     "causal": functools.partial(attention_alone, problem=CAUSAL),
@@ -221,6 +278,8 @@ CASES = {
         whole_step, checkpointed=True, context_fn=by_policy, dropout=0.3
     ),
     "plain shards": plain_shards,
+    "profiled": profiled,
+    "flops": flops,
 }
 
 
