@@ -42,7 +42,6 @@ __all__ = [
     "below_autograd",
     "compiled_graphs",
     "composite_kernel",
-    "count_compilations",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
     "dtensor_spec",
@@ -197,12 +196,6 @@ def guard_trace(check, words: str, key: object) -> None:
 def add_check(manager, check, words: str) -> None:
     """Add ``check`` to the guards of a compiled graph."""
     manager.root.add_lambda_guard(check, [words], None)
-
-
-def count_compilations() -> int:
-    """How many times dynamo has compiled something."""
-    convert = sys.modules.get("torch._dynamo.convert_frame")
-    return sum(convert.FRAME_COMPILE_COUNTER.values()) if convert is not None else 0
 
 
 def compiled_graphs():

@@ -17,12 +17,12 @@ A guard asks in the thread of the call, as the override does.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
-from cp_dispatch._compat import add_check, compiled_graphs, count_compilations, guard_trace
+from cp_dispatch._compat import add_check, compiled_graphs, guard_trace
 
-_before: set[int] = set()  # ids of the managers of graphs that need nothing any more
-_compilations = 0
+_done = weakref.WeakSet()  # managers of graphs that need nothing any more
 
 
 def note_trace(what: str, decides: Callable[[], object]) -> None:
@@ -53,13 +53,8 @@ def override_goes() -> None:
 
 
 def _new_graphs():
-    global _compilations, _before
-    count = count_compilations()
-    if count == _compilations:
-        return
-    _compilations = count
-    managers = {id(manager): manager for manager in compiled_graphs()}
-    for key, manager in managers.items():
-        if key not in _before:
+    # Not by a count of compilations: torch._dynamo.reset() sets those back.
+    for manager in compiled_graphs():
+        if manager not in _done:
+            _done.add(manager)
             yield manager
-    _before = set(managers)

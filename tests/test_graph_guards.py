@@ -199,3 +199,14 @@ def test_a_first_trace_without_the_override_does_not_hide_it(mesh):
         with enabled(), mock.patch.object(toggle, "attend", wraps=toggle.attend) as attend:
             assert attention.compilations() == 1
             assert attend.call_count >= 2  # the trace and the eager call
+
+
+def test_after_a_reset(mesh):
+    """Graphs made since may have the number and the addresses of those before."""
+    attention = Attention(mesh)
+    for _ in range(4):
+        torch._dynamo.reset()
+        for expected in (1, 0):
+            assert attention.compilations(attention.plain) == expected
+            with context_parallel(mesh, balancer=None):
+                assert attention.compilations(attention.plain) == expected
