@@ -73,6 +73,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 
+# Something where this thread is in the middle of a compilation by dynamo, else None. Every call
+# asks, so it is torch's own function.
+dynamo_traces = torch._guards.TracingContext.try_get
+
 
 def in_backward() -> bool:
     """Whether this thread is in the middle of a backward pass."""
@@ -172,15 +176,10 @@ def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
             return
 
 
-def dynamo_traces() -> bool:
-    """Whether this thread is in the middle of a compilation by dynamo."""
-    return torch._guards.TracingContext.try_get() is not None
-
-
 def guard_trace(check, words: str, key: object) -> None:
     """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
     which gets the frame's locals, is true. A second guard of an equal ``key`` changes nothing."""
-    context = torch._guards.TracingContext.try_get()
+    context = dynamo_traces()
     if context is None:
         return
 

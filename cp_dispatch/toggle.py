@@ -209,7 +209,7 @@ def _override(kernel):
     ):  # fmt: skip
         if involves_dtensor(query, key, value, attn_mask):
             options = _stack.current()
-            if dynamo_traces():
+            if dynamo_traces() is not None:
                 graph_guards.note_trace("options of cp_dispatch", current_options)
             if options is not None:
                 result = attend(
@@ -217,8 +217,8 @@ def _override(kernel):
                 )
                 if result is not NotImplemented:
                     return result
-        elif _contexts.in_use or dynamo_traces():
-            if dynamo_traces():
+        elif _contexts.in_use or dynamo_traces() is not None:
+            if dynamo_traces() is not None:
                 graph_guards.note_trace("the block of context_parallel", plain_context)
             context = plain_context()
             if context is not None:
@@ -237,7 +237,7 @@ def _override(kernel):
 
 def _inference_rule(cls, func, types, args=(), kwargs=None):
     options = _stack.current()
-    if dynamo_traces():
+    if dynamo_traces() is not None:
         graph_guards.note_trace("options of cp_dispatch", current_options)
     if options is None:
         return NotImplemented

@@ -195,6 +195,26 @@ def plain_shards(env: Env) -> None:
     assert graphs.forward == [(0, 0), (1, 0)]
 
 
+def settings(env: Env) -> None:
+    """One compiled function under several settings in turn: right each time, compiled once each."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    attend = compile_once(CAUSAL.attend, graphs)
+    tensors = CAUSAL.tensors()
+    want, single = exact(CAUSAL, tensors), one_device(CAUSAL, tensors, "cpu_flash")
+    layout = cp_dispatch.HeadTail(CAUSAL.length, env.world_size)
+    permuted = [x.index_select(2, layout.indices[0]) for x in tensors]
+    for again in (False, True):
+        with torch._dynamo.config.patch(error_on_recompile=again):
+            for schedule in ("natural_ring", "gather"):
+                with cp_dispatch.enabled(schedule=schedule):
+                    check(run_sharded(CAUSAL, tensors, env.mesh(), attend=attend), want, single)
+                with cp_dispatch.enabled(schedule=schedule, layout=layout):
+                    got = run_sharded(CAUSAL, permuted, env.mesh(), attend=attend)
+                    check([x.index_select(2, layout.inverse[0]) for x in got], want, single)
+    assert len(graphs.forward) == 4, vars(graphs)
+
+
 def profiled(env: Env) -> None:
     """A range for each hop, forward and backward, from eager calls and from compiled ones."""
     mesh, size = env.mesh(), env.world_size
@@ -278,6 +298,7 @@ CASES = {
         whole_step, checkpointed=True, context_fn=by_policy, dropout=0.3
     ),
     "plain shards": plain_shards,
+    "settings": settings,
     "profiled": profiled,
     "flops": flops,
 }
