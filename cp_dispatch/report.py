@@ -40,7 +40,7 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     if plan.schedule in GATHERS:
         moves = _gathers(plan)
         if plan.schedule == "mirrored_gather":
-            moves = [*moves, _exchange(plan, rank, "halves of query", _inputs(plan)[0]), back]
+            moves = [_exchange(plan, rank, "halves of query", _inputs(plan)[0]), *moves, back]
         return moves
     moves = _key_moves(plan, rank)
     if plan.schedule == "mirrored_ring":
@@ -75,7 +75,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
             return gathers + sums
         what = "halves of query, output, its gradient, logsumexp"
         there = _exchange(plan, rank, what, _inputs(plan)[0], *outputs)
-        return [*gathers, there, *sums, _exchange(plan, rank, "halves of dQ", _inputs(plan)[0])]
+        return [there, *gathers, *sums, _exchange(plan, rank, "halves of dQ", _inputs(plan)[0])]
     row = plan.key_row_bytes // plan.dtype.itemsize
     transfers = _key_moves(plan, rank)
     for hop in range(plan.world_size):
