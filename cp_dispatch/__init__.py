@@ -17,6 +17,7 @@ from cp_dispatch.layouts import (
     shard,
     unshard,
 )
+from cp_dispatch.ops import ops_to_save
 from cp_dispatch.parallel_style import ContextParallel
 from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
 from cp_dispatch.plan import Plan, explain
@@ -39,6 +40,7 @@ __all__ = [
     "explain",
     "is_enabled",
     "next_token_labels",
+    "ops_to_save",
     "set_rotate_method",
     "shard",
     "unshard",

@@ -5,9 +5,11 @@ may import a name that torch marks as private.
 """
 
 import functools
+import sys
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
@@ -24,6 +26,7 @@ from torch.distributed.tensor._ops.utils import (
     generate_redistribute_costs,
     register_op_strategy,
 )
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
@@ -34,25 +37,32 @@ __all__ = [
     "OpSpec",
     "OpStrategy",
     "RuntimeSchemaInfo",
+    "add_check",
     "all_gather_single",
     "below_autograd",
+    "compiled_graphs",
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
     "dtensor_spec",
+    "dynamo_traces",
+    "forget_resolved_kernels",
     "functorch_is_active",
     "fused_sdp_choice",
     "generate_redistribute_costs",
     "get_unwrapped",
     "group_name",
+    "guard_trace",
     "in_backward",
     "is_functorch_wrapped_tensor",
     "is_tracing",
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "profiler_is_on",
     "register_op_strategy",
     "resolve_group",
+    "save_in_traced_checkpoints",
     "sdp_priority_order",
     "torch_context_parallel_is_on",
 ]
@@ -78,6 +88,18 @@ def sdp_priority_order() -> tuple[int, ...]:
 def composite_kernel(dispatch_key: str):
     """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
     return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:
+    """Let the Python dispatcher, which traces go by, look up an op's kernels anew; registering and
+    removing one does not. It would go on to a kernel of autograd's that is no longer there, whose
+    stand-in computes no gradients."""
+    op._dispatch_cache.clear()
 
 
 def kernel_is_registered(op: str, dispatch_key: str) -> bool:
@@ -132,6 +154,58 @@ def torch_context_parallel_is_on() -> bool:
     """Whether torch's experimental context-parallel dispatcher handles SDPA at present."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
+    """In a trace of a checkpointed region, keep what ``op`` has just returned for the backward.
+
+    For random numbers: where torch 2.13 recomputes them, it takes the meshes of DTensors for the
+    generator's states and fails.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for node in reversed(mode.tracer.graph.nodes):
+        if node.target is op:
+            if node.meta.get("recompute") is not None:
+                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+            return
+
+
+def dynamo_traces() -> bool:
+    """Whether this thread is in the middle of a compilation by dynamo."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def guard_trace(check, words: str, key: object) -> None:
+    """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
+    which gets the frame's locals, is true. A second guard of an equal ``key`` changes nothing."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+
+    def create(builder, guard) -> None:
+        add_check(builder.guard_manager, check, words)
+
+    create.key = key
+    guards = context.guards_context.dynamo_guards
+    if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
+        guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def add_check(manager, check, words: str) -> None:
+    """Add ``check`` to the guards of a compiled graph."""
+    manager.root.add_lambda_guard(check, [words], None)
+
+
+def compiled_graphs():
+    """The guard managers of all graphs that dynamo keeps."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    for reference in convert.input_codes.seen if convert is not None else ():
+        code = reference()
+        if code is not None:
+            for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code):
+                yield entry.guard_manager
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from cp_dispatch._compat import (
     is_functorch_wrapped_tensor,
     is_tracing,
     local_tensor,
+    save_in_traced_checkpoints,
 )
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
@@ -89,6 +90,7 @@ def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]
     if call.dropout_p > 0.0:
         # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
         seed = torch.randint(2**62, (), device=mesh.device_type)
+        save_in_traced_checkpoints(torch.ops.aten.randint.default)
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
         note_group(group_name, state)

@@ -295,5 +295,17 @@ def _refuse_local_tensor_mode(name: str) -> None:
     torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", mode, rule, lib=library)
 
 
+def ops_to_save() -> list[torch._ops.OpOverload]:
+    """The ops whose outputs selective checkpointing should keep, so that no backward communicates
+    or attends a second time::
+
+        context_fn = functools.partial(
+            torch.utils.checkpoint.create_selective_checkpoint_contexts, cp_dispatch.ops_to_save()
+        )
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+    """
+    return list(map(forward_op, BACKENDS))
+
+
 for _backend in BACKENDS.values():
     _define(_backend)

@@ -4,6 +4,7 @@ communication; all ranks come to the same plan because it looks only at what the
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass, field
 
@@ -148,11 +149,19 @@ def make_plan(options: Options | None, call: Call) -> Plan:
         plan = _decide(options, call)
         if plan.handler == "refused":
             return _in_words(plan, call)
+        _tell(plan, call)
         if key is not None:
             if len(_plans) >= _MAX_PLANS:
                 _plans.clear()
             _plans[key] = plan
     return plan
+
+
+def _tell(plan: Plan, call: Call) -> None:
+    """Log a plan the first time that it is made: never once per call."""
+    if logger.isEnabledFor(logging.INFO) and plan not in _told:
+        _told.add(plan)
+        logger.info("%s", dataclasses.replace(plan, call=call.describe()))
 
 
 def _in_words(plan: Plan, call: Call) -> Plan:
@@ -161,6 +170,9 @@ def _in_words(plan: Plan, call: Call) -> Plan:
     return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
 
 
+logger = logging.getLogger(__name__)
+
+_told: set[Plan] = set()
 _plans: dict[tuple, Plan] = {}
 _MAX_PLANS = 1024
 

@@ -9,7 +9,8 @@ DTensors goes on to torch's kernel, which was fetched before. In inference mode 
 off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
 calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
 exactly, and nothing of DTensor's own tables or caches is ever written. While enabled,
-``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
+``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override. Graphs that
+torch.compile made are guarded, see Note [Guards].
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
 block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
@@ -24,14 +25,21 @@ import threading
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import causal_bias, compile_cache
-from cp_dispatch._compat import composite_kernel, in_backward, torch_context_parallel_is_on
+from cp_dispatch import causal_bias, compile_cache, graph_guards
+from cp_dispatch._compat import (
+    composite_kernel,
+    dynamo_traces,
+    forget_resolved_kernels,
+    in_backward,
+    torch_context_parallel_is_on,
+)
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
 
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
 
 _lock = threading.RLock()
@@ -156,6 +164,7 @@ def _sync() -> None:
     """Install or remove the override so that it is there exactly while somebody uses it."""
     in_use = _stack.in_use or _contexts.in_use
     if in_use and not _installed:
+        graph_guards.override_comes(_is_off)
         # All fetched first: a kernel at one key changes what torch computes for the others.
         kernels = {key: composite_kernel(key) for key in _KEYS}
         library = torch.library.Library("aten", "IMPL")
@@ -175,13 +184,20 @@ def _sync() -> None:
         except BaseException:
             library._destroy()
             raise
+        forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
         _installed.append(library)
     elif _installed and not in_use:
         _installed.pop()._destroy()
+        forget_resolved_kernels(_SDPA)
         causal_bias.remove()
+        graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
     compile_cache.tag(state if _installed else None)
+
+
+def _is_off() -> bool:
+    return _stack.current() is None and plain_context() is None
 
 
 def _override(kernel):
@@ -193,21 +209,17 @@ def _override(kernel):
     ):  # fmt: skip
         if involves_dtensor(query, key, value, attn_mask):
             options = _stack.current()
+            if dynamo_traces():
+                graph_guards.note_trace("options of cp_dispatch", current_options)
             if options is not None:
                 result = attend(
-                    options,
-                    query,
-                    key,
-                    value,
-                    attn_mask,
-                    dropout_p,
-                    is_causal,
-                    scale,
-                    enable_gqa,
+                    options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
                 if result is not NotImplemented:
                     return result
-        elif _contexts.in_use:
+        elif _contexts.in_use or dynamo_traces():
+            if dynamo_traces():
+                graph_guards.note_trace("the block of context_parallel", plain_context)
             context = plain_context()
             if context is not None:
                 result = attend_plain(
@@ -225,6 +237,8 @@ def _override(kernel):
 
 def _inference_rule(cls, func, types, args=(), kwargs=None):
     options = _stack.current()
+    if dynamo_traces():
+        graph_guards.note_trace("options of cp_dispatch", current_options)
     if options is None:
         return NotImplemented
     return _attend_from_aten(options, *args, **(kwargs or {}))

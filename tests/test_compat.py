@@ -8,12 +8,17 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cp_dispatch import _compat
 from tests.ranks import one_rank
@@ -25,6 +30,8 @@ TESTED_WITH = {
     "OpStrategy": "register_op_strategy",
     "RuntimeSchemaInfo": "register_op_strategy",
     "generate_redistribute_costs": "register_op_strategy",
+    "add_check": "compiled_graphs",
+    "dynamo_traces": "guard_trace",
     "get_unwrapped": "is_functorch_wrapped_tensor",
 }
 
@@ -281,3 +288,116 @@ def test_torch_context_parallel_is_on():
     finally:
         torch_cp._disable_context_parallel_dispatcher()
     assert not _compat.torch_context_parallel_is_on()
+
+
+def test_guard_trace():
+    """A check given while dynamo traces decides whether the graph is used again."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("same(Tensor x) -> Tensor")
+    wanted, traced = [1], []
+
+    def same(x):
+        traced.append(_compat.dynamo_traces())
+        if _compat.dynamo_traces():
+            now = wanted[0]
+            for _ in range(2):
+                _compat.guard_trace(lambda _: wanted[0] == now, "the test's setting", now)
+        return x.clone()
+
+    library.impl("same", same, "CompositeExplicitAutograd")
+    torch.library.register_fake("cp_dispatch_compat_test::same", same, lib=library)
+    op = torch.ops.cp_dispatch_compat_test.same
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: op(x) + 1, backend=counter, fullgraph=True)
+    for wanted[0], graphs in ((1, 1), (1, 1), (2, 2), (1, 2), (2, 2)):
+        compiled(torch.ones(2))
+        assert counter.frame_count == graphs
+    assert True in traced and not _compat.dynamo_traces()
+    torch._dynamo.reset()
+    library._destroy()
+
+
+def test_compiled_graphs():
+    """A check given to a graph that is already there decides too."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: x + 1, backend=counter)
+    compiled(torch.ones(2))
+    (manager,) = _compat.compiled_graphs()
+    holds = [True]
+    _compat.add_check(manager, lambda _: holds[0], "the test's check")
+    compiled(torch.ones(2))
+    assert counter.frame_count == 1
+    holds[0] = False
+    compiled(torch.ones(2))
+    assert counter.frame_count == 2
+    assert len(list(_compat.compiled_graphs())) == 2
+    torch._dynamo.reset()
+    assert not list(_compat.compiled_graphs())
+
+
+def test_save_in_traced_checkpoints():
+    """The random numbers of a checkpointed region are saved, and not drawn again."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.impl("noise", torch.rand_like, "CompositeExplicitAutograd")
+    torch.library.register_fake("cp_dispatch_compat_test::noise", torch.empty_like, lib=library)
+    op = torch.ops.cp_dispatch_compat_test.noise.default
+    library.define("call(Tensor x) -> Tensor")
+
+    def call(x):
+        noise = op(x)
+        _compat.save_in_traced_checkpoints(op)
+        return (x * noise).sin()
+
+    library.impl("call", call, "CompositeImplicitAutograd")
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        lambda x: checkpoint(torch.ops.cp_dispatch_compat_test.call, x, use_reentrant=False),
+        backend=aot_autograd(
+            fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+        ),
+        fullgraph=True,
+    )
+    compiled(torch.ones(2, requires_grad=True)).sum().backward()
+    forward, backward = graphs
+    assert op in forward and op not in backward
+    assert not any("rng_state" in str(target) for target in forward)
+    torch._dynamo.reset()
+    library._destroy()
+
+
+def test_forget_resolved_kernels():
+    """A trace that goes by the Python dispatcher sees a kernel that came or went since."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("which(Tensor x) -> Tensor")
+    library.impl("which", lambda x: x + 1, "CompositeImplicitAutograd")
+    op = torch.ops.cp_dispatch_compat_test.which.default
+
+    def trace():
+        with enable_python_dispatcher():
+            return op(torch.zeros((), requires_grad=True))
+
+    assert trace() == 1
+    before = torch.library.Library("cp_dispatch_compat_test", "IMPL")
+    before.impl("which", lambda x: x + 2, "AutogradCPU")
+    _compat.forget_resolved_kernels(op)
+    assert trace() == 2
+    before._destroy()
+    _compat.forget_resolved_kernels(op)
+    assert trace() == 1 and trace().requires_grad
+    library._destroy()
+
+
+def test_profiler_is_on():
+    assert not _compat.profiler_is_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _compat.profiler_is_on()
+    assert not _compat.profiler_is_on()

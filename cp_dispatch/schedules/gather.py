@@ -34,6 +34,7 @@ from cp_dispatch.schedules.gathered import GatheredKeys, KeyGradient
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.mirror import pair_spans, to_natural, to_pairs
+from cp_dispatch.schedules.ranges import part
 
 
 def fits(geometry) -> bool:
@@ -80,12 +81,13 @@ class _Gather:
         halves = _are_halves(own, query, key) and job.dropout is None
         done = (Tile(0, query.size(2), 0, query.size(2), True, (), ()),) if halves else own
         result = OutputAccumulator(query, value.size(-1), done + rest, dtype, lse_dtype)
-        with keys.coming():
+        with keys.coming(), part("gather[home]"):
             if halves:
                 _forward_halves(job, query, key, value, result, *done)
             else:
                 forward_block(job, query, key, value, own, result)
-        forward_block(job, query, *keys.wait(), rest, result)
+        with part("gather[gathered]"):
+            forward_block(job, query, *keys.wait(), rest, result)
         output, logsumexp = result.finish()
         if not self.mirrored:
             return output, logsumexp
@@ -126,18 +128,20 @@ class _Gather:
 
         # Half of what is at home hides the gather, the other half the sum of dK and dV.
         first, second = own[: len(own) // 2], own[len(own) // 2 :]
-        with keys.coming():
+        with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, first)
         sums = KeyGradient(key, value, plan.pieces, job.ring) if key_grad else None
-        gathered = keys.wait()
-        for tile in rest:
-            for share in block(*gathered, (tile,)):
-                if sums is not None:
-                    sums.add(share)
+        with part("gather_backward[gathered]"):
+            gathered = keys.wait()
+            for tile in rest:
+                for share in block(*gathered, (tile,)):
+                    if sums is not None:
+                        sums.add(share)
         del gathered, keys
         if sums is not None:
             sums.start()
-        shares += block(key, value, second)
+        with part("gather_backward[home]"):
+            shares += block(key, value, second)
         dk, dv = sums.finish(shares) if sums is not None else (None, None)
         dq = query_grad.finish()
         if self.mirrored:

@@ -30,6 +30,7 @@ from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
+from cp_dispatch.schedules.ranges import each_hop
 
 geometry = laid_out
 
@@ -49,7 +50,7 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     lse_dtype = job.backend.logsumexp_dtype(query.dtype)
     result = OutputAccumulator(query, value.size(-1), sum(hops, ()), dtype, lse_dtype)
     keys = TravellingKeys(key, value, job)
-    for tiles in hops:
+    for tiles in each_hop("ring", hops):
         with keys.moving_on():
             forward_block(job, query, keys.key, keys.value, tiles, result)
     return result.finish()
@@ -77,7 +78,7 @@ def backward(
     travelling = None
     if key_grad:
         travelling = TravellingGradient(key, value, job.geometry, job.rank, job.ring)
-    for tiles in hops:
+    for tiles in each_hop("ring_backward", hops):
         with keys.moving_on():
             shares = backward_block(
                 job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,

@@ -1,0 +1,313 @@
+"""``torch.compile`` on real processes: whole graphs, both ways, that compile once and equal eager.
+
+``compiled.py`` has what compares a single call with one device; here are masks, layouts, schedules,
+dynamic lengths, modules and training steps, with and without checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import cp_dispatch
+from tests.distributed.compiled import _has_compiler
+from tests.distributed.models import Model
+from tests.distributed.reference import Mask, Problem, check, exact, one_device
+from tests.distributed.sharded import distribute, run_sharded
+from tests.distributed.spawn import Env, run_cases
+
+ROWS = (Shard(2),)
+
+
+class Graphs:
+    """A backend that compiles as ``aot_eager`` does and counts ring ops in what it is given."""
+
+    def __init__(self):
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self._backend = aot_autograd(
+            fw_compiler=self._keep(self.forward),
+            bw_compiler=self._keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def __call__(self, graph, example):
+        return self._backend(graph, example)
+
+    @staticmethod
+    def _keep(counts):
+        def compiler(graph, _):
+            names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            rings = [name for name in names if name.startswith("cp_dispatch.ring_")]
+            counts.append((len(rings), sum("backward" in name for name in rings)))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def compile_once(function, backend):
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def attention_alone(env: Env, problem: Problem, placements=None, **options) -> None:
+    """As exact as one device; one ring each way; a second call compiles nothing."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    attend = compile_once(problem.attend, graphs)
+    layout = options.get("layout")
+    tensors = problem.tensors()
+    want = exact(problem, tensors)
+    needs = problem.mask is not None and problem.mask.needs_grad
+    single = one_device(problem, tensors, "math" if needs else "cpu_flash")
+    if layout is not None:
+        tensors = [x.index_select(2, layout.indices[0]) for x in tensors]
+    with cp_dispatch.enabled(**options):
+        for again in (False, True):
+            with torch._dynamo.config.patch(error_on_recompile=again):
+                got = run_sharded(
+                    problem, tensors, env.mesh(), mask_placements=placements, attend=attend
+                )
+            if layout is not None:
+                got = [x if x is None else x.index_select(2, layout.inverse[0]) for x in got]
+            check(got, want, single)
+    assert (graphs.forward, graphs.backward) == ([(1, 0)], [(1, 1)]), vars(graphs)
+
+
+def dynamic_length(env: Env, marked: bool) -> None:
+    """One graph for many lengths, from the first call or from the second one on."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    mesh = env.mesh()
+
+    def function(x):
+        x = x * 2
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = compile_once(function, graphs)
+    with cp_dispatch.enabled():
+        for length in (64, 96, 128, 160):
+            whole = torch.randn(2, 2, length, 8, generator=torch.Generator().manual_seed(length))
+            results = []
+            for f in (function, compiled):
+                x = distribute(whole, mesh, ROWS).requires_grad_()
+                if marked:
+                    torch._dynamo.mark_dynamic(x, 2)
+                y = f(x)
+                results.append((y, *torch.autograd.grad(y, x, y.detach())))
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(a.to_local(), b.to_local())
+    assert len(graphs.forward) == (1 if marked else 2), vars(graphs)
+    assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
+
+
+def train(model, mesh, compiled=None, steps=3, lr=0.1) -> list[float]:
+    """Losses of a few steps; the forward with its loss compiled, or nothing."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    forward = model if compiled is None else compiled
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for step in range(steps):
+        tokens, labels = torch.randint(17, (2, 1, 64), generator=generator)
+        if mesh is not None:
+            tokens, labels = (distribute(x, mesh, [Shard(1)]) for x in (tokens, labels))
+        torch.manual_seed(step)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            loss = forward(tokens, labels)
+        if isinstance(loss, DTensor):
+            loss = loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def build(mesh=None, **options):
+    torch.manual_seed(0)
+    model = Model(**options)
+    return distribute_module(model, mesh) if mesh is not None else model
+
+
+def whole_step(env: Env, backend="graphs", **options) -> None:
+    """Losses of a compiled model with its loss are those of one process, and of eager."""
+    if backend == "inductor" and not _has_compiler():
+        print("no C++ compiler, nothing to test")
+        return
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = Graphs()
+    mesh = env.mesh()
+    with cp_dispatch.enabled():
+        eager = train(build(mesh, **options), mesh)
+        model = build(mesh, **options)
+        compiled = compile_once(model, graphs if backend == "graphs" else backend)
+        got = train(model, mesh, compiled)
+    torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-5)
+    assert got[0] != got[-1]
+    if not options.get("dropout"):
+        torch.testing.assert_close(got, train(build(), None), rtol=1e-4, atol=1e-4)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    if backend == "graphs":
+        rings = 4 if options.get("dropout") else 2
+        recomputed = rings if options.get("checkpointed") and not options.get("context_fn") else 0
+        assert (graphs.forward, graphs.backward) == ([(rings, 0)], [(rings + recomputed, rings)])
+
+
+def saved():
+    return create_selective_checkpoint_contexts(cp_dispatch.ops_to_save())
+
+
+def by_policy():
+    ops = set(cp_dispatch.ops_to_save())
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def plain_shards(env: Env) -> None:
+    """A compiled call inside context_parallel, and the same function outside of it."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    whole = torch.randn(1, 2, 32, 8, generator=torch.Generator().manual_seed(0))
+
+    def function(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = compile_once(function, graphs)
+    own = whole.chunk(env.world_size, 2)[env.rank]
+    for _ in range(2):
+        torch.testing.assert_close(compiled(own), function(own))
+        with cp_dispatch.context_parallel(env.mesh(), balancer=None):
+            got = compiled(own)
+        want = function(whole).chunk(env.world_size, 2)[env.rank]
+        torch.testing.assert_close(got, want)
+    assert graphs.forward == [(0, 0), (1, 0)]
+
+
+def profiled(env: Env) -> None:
+    """A range for each hop, forward and backward, from eager calls and from compiled ones."""
+    mesh, size = env.mesh(), env.world_size
+    problem = Problem(length=16 * size, dim=8)
+    inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
+    compiled = compile_once(problem.attend, "aot_eager")
+    parts = [f"[hop {hop + 1}/{size}]" for hop in range(size)]
+    for schedule, want in (("natural_ring", parts), ("gather", ["[home]", "[gathered]"])):
+        name = schedule.removeprefix("natural_")
+        with cp_dispatch.enabled(schedule=schedule):
+            for attend in (problem.attend, compiled):
+                attend(*inputs)
+                with torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CPU]
+                ) as profile:
+                    output = attend(*inputs)
+                    torch.autograd.grad(output, inputs, output.detach())
+                got = {event.name for event in profile.events() if "cp_dispatch::" in event.name}
+                ranges = {
+                    f"cp_dispatch::{name}{way}{part}" for way in ("", "_backward") for part in want
+                }
+                assert ranges == {x for x in got if "[" in x}, got
+
+
+def flops(env: Env) -> None:
+    """Torch does not enter a compiled graph under the counter, so that both count alike, the
+    whole sequence; the graph itself counts what this rank computes."""
+    mesh, size = env.mesh(), env.world_size
+    problem = Problem(batch=2, heads=4, length=16 * size, key_length=32 * size, dim=16)
+    inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
+    product = 2 * 2 * 4 * (16 * size) * (32 * size) * 16
+    in_graphs = []
+
+    def count(graph, example):
+        with FlopCounterMode(display=False) as counter:
+            graph(*example)
+        in_graphs.append(counter.get_total_flops() * size)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        problem.attend, backend=aot_autograd(fw_compiler=count, bw_compiler=count)
+    )
+    with cp_dispatch.enabled():
+        output = compiled(*inputs)
+        torch.autograd.grad(output, inputs, output.detach())
+        for attend in (problem.attend, compiled):
+            with FlopCounterMode(display=False) as forward:
+                output = attend(*inputs)
+            with FlopCounterMode(display=False) as backward:
+                torch.autograd.grad(output, inputs, output.detach())
+            assert forward.get_total_flops() == 2 * product, forward.get_flop_counts()
+            assert backward.get_total_flops() == 5 * product, backward.get_flop_counts()
+    assert in_graphs == [2 * product, 5 * product], (in_graphs, product)
+
+
+CAUSAL = Problem(causal=True, key_heads=2, length=128)
+CASES = {
+    "causal": functools.partial(attention_alone, problem=CAUSAL),
+    "bool mask": functools.partial(attention_alone, problem=Problem(length=64, mask=Mask())),
+    "bool mask sharded": functools.partial(
+        attention_alone, problem=Problem(length=64, mask=Mask("bhqk")), placements=ROWS
+    ),
+    "bias with gradient": functools.partial(
+        attention_alone,
+        problem=Problem(length=64, mask=Mask("hqk", dtype=None, needs_grad=True)),
+        placements=(Replicate(),),
+    ),
+    **{
+        f"schedule {name}": functools.partial(attention_alone, problem=CAUSAL, schedule=name)
+        for name in ("natural_ring", "mirrored_ring", "gather")
+    },
+    "dynamic length, marked": functools.partial(dynamic_length, marked=True),
+    "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
+    "whole step": whole_step,
+    "whole step, inductor": functools.partial(whole_step, backend="inductor"),
+    "checkpoint": functools.partial(whole_step, checkpointed=True),
+    "checkpoint, dropout": functools.partial(whole_step, checkpointed=True, dropout=0.3),
+    "selective": functools.partial(whole_step, checkpointed=True, context_fn=saved),
+    "selective by policy, dropout": functools.partial(
+        whole_step, checkpointed=True, context_fn=by_policy, dropout=0.3
+    ),
+    "plain shards": plain_shards,
+    "profiled": profiled,
+    "flops": flops,
+}
+
+
+def head_tail(env: Env, schedule: str) -> None:
+    layout = cp_dispatch.HeadTail(128, env.world_size)
+    attention_alone(env, CAUSAL, schedule=schedule, layout=layout)
+
+
+CASES |= {
+    f"head-tail, {schedule}": functools.partial(head_tail, schedule=schedule)
+    for schedule in ("ring", "gather")
+}
+ON_4 = {"head-tail, gather"}
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
+def outcomes(request) -> dict[str, str]:
+    asked = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.module is request.module and item.callspec.params["outcomes"] == request.param
+    ]
+    names = [name for name in asked if request.param == 2 or name in ON_4]
+    return run_cases(__name__, names, request.param, "gloo", case_timeout=60)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled(outcomes, case):
+    if case not in outcomes:
+        pytest.skip("on 2 ranks only")
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"

@@ -1,0 +1,212 @@
+"""A compiled graph never answers for another setting than its own; see Note [Guards]."""
+
+import threading
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled, toggle
+from tests.ranks import one_rank
+
+
+@pytest.fixture
+def mesh():
+    torch._dynamo.reset()
+    with one_rank() as mesh:
+        yield mesh
+    disable()
+    torch._dynamo.reset()
+
+
+class Attention:
+    """Compiled causal attention; counts what is compiled."""
+
+    def __init__(self, mesh):
+        self._counter = CompileCounterWithBackend("eager")
+        self._compiled = torch.compile(self._attend, backend=self._counter, fullgraph=True)
+        local = torch.randn(1, 2, 8, 4)
+        self.sharded = DTensor.from_local(local, mesh, [Shard(2)])
+        self.plain = local
+
+    @staticmethod
+    def _attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def compilations(self, x=None) -> int:
+        """Of one more call."""
+        before = self._counter.frame_count
+        got = self._compiled(self.sharded if x is None else x)
+        want = self._attend(self.sharded if x is None else x)
+        assert type(got) is type(want)
+        return self._counter.frame_count - before
+
+
+def test_each_setting_compiles_once(mesh):
+    """Graphs stand side by side: a loop over scopes does not compile again."""
+    attention = Attention(mesh)
+    scopes = [
+        enabled,
+        lambda: enabled(schedule="ring"),
+        lambda: enabled(layout=HeadTail(8, 1)),
+    ]
+    for expected in (1, 0, 0):
+        for scope in scopes:
+            with scope():
+                assert attention.compilations() == expected
+
+
+def test_equal_settings_share_a_graph(mesh):
+    attention = Attention(mesh)
+    with enabled(layout=HeadTail(8, 1)):
+        assert attention.compilations() == 1
+    enable(layout=HeadTail(8, 1))
+    assert attention.compilations() == 0
+    enable()
+    assert attention.compilations() == 1
+
+
+def test_off_and_on_again(mesh):
+    """Both ways; what was compiled before the override came is not called while it is there."""
+    attention = Attention(mesh)
+    for expected in (1, 0, 0):
+        assert attention.compilations(attention.plain) == expected
+        with context_parallel(mesh, balancer=None):
+            assert attention.compilations(attention.plain) == expected
+    with context_parallel(mesh, balancer="head-tail"):
+        assert attention.compilations(attention.plain) == 1
+    with context_parallel(mesh, balancer=None, schedule="ring"):
+        assert attention.compilations(attention.plain) == 1
+    assert attention.compilations(attention.plain) == 0
+
+
+def test_a_disabled_scope_lets_no_ring_through(mesh):
+    """On one rank of a CPU, torch's own DTensor has no way to run the call, so it must raise."""
+    attention = Attention(mesh)
+    enable()
+    assert attention.compilations() == 1
+    with enabled():
+        disable()
+        with mock.patch.object(attention, "_attend", lambda x: x):
+            with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
+                attention.compilations()
+    assert attention.compilations() == 0
+    disable()
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
+        attention.compilations()
+
+
+@pytest.mark.parametrize("inside", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_modes(mesh, inside):
+    attention = Attention(mesh)
+    with inside():
+        for expected in (1, 0):
+            with enabled():
+                assert attention.compilations() == expected
+            with enabled(schedule="ring"):
+                assert attention.compilations() == expected
+
+
+def test_other_functions_compile_at_most_once_a_side(mesh):
+    """Nobody can tell which graphs of the time before hold attention."""
+    counter = CompileCounterWithBackend("eager")
+    double = torch.compile(lambda x: x * 2, backend=counter)
+    for _ in range(3):
+        double(torch.ones(3))
+        for schedule in ("auto", "ring"):
+            with enabled(schedule=schedule):
+                double(torch.ones(3))
+    assert counter.frame_count == 2
+
+
+def test_a_graph_asks_in_its_thread(mesh):
+    """A scope of another thread is none of this one's business, and the other way round."""
+    attention = Attention(mesh)
+    entered, done = threading.Event(), threading.Event()
+
+    def other():
+        with enabled(schedule="ring"):
+            entered.set()
+            done.wait(60)
+
+    with enabled():
+        assert attention.compilations() == 1
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(60)
+        try:
+            assert attention.compilations() == 0
+        finally:
+            done.set()
+            thread.join()
+
+
+def test_a_scope_in_a_compiled_function_breaks_the_graph_and_holds(mesh):
+    attention = Attention(mesh)
+
+    def function(x):
+        with enabled(layout=HeadTail(8, 1)):
+            y = attention._attend(x)
+        return y + 1
+
+    compiled = torch.compile(function, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(
+            compiled(attention.sharded).to_local(), function(attention.sharded).to_local()
+        )
+
+
+def test_the_backward_may_run_outside(mesh):
+    attention = Attention(mesh)
+    # A shape of its own: DTensor's caches hold meshes of earlier tests, equal but not the same,
+    # of which torch 2.13 cannot make a backward graph.
+    x = DTensor.from_local(torch.randn(1, 2, 10, 4), mesh, [Shard(2)]).requires_grad_()
+    compiled = torch.compile(attention._attend, backend="aot_eager", fullgraph=True)
+    with enabled():
+        output = compiled(x)
+    (got,) = torch.autograd.grad(output.sum(), x)
+    with enabled():
+        (want,) = torch.autograd.grad(attention._attend(x).sum(), x)
+    torch.testing.assert_close(got.to_local(), want.to_local())
+
+
+def test_plain_calls_keep_their_gradients_afterwards(mesh):
+    """Torch's dispatcher in Python remembered the override's kernel, and lost the gradients."""
+
+    def gradient():
+        torch._dynamo.reset()
+        x = torch.ones(1, 2, 8, 4, requires_grad=True)
+        compiled = torch.compile(Attention._attend, backend="aot_eager", fullgraph=True)
+        (grad,) = torch.autograd.grad(compiled(x).square().sum(), x)
+        return grad
+
+    want = gradient()
+    for _ in range(2):
+        with enabled():
+            Attention(mesh).compilations()
+            torch.testing.assert_close(gradient(), want)
+        torch.testing.assert_close(gradient(), want)
+
+
+def test_a_first_trace_without_the_override_does_not_hide_it(mesh):
+    for _ in range(2):
+        attention = Attention(mesh)
+        attention.compilations(attention.plain)
+        with enabled(), mock.patch.object(toggle, "attend", wraps=toggle.attend) as attend:
+            assert attention.compilations() == 1
+            assert attend.call_count >= 2  # the trace and the eager call
+
+
+def test_after_a_reset(mesh):
+    """Graphs made since may have the number and the addresses of those before."""
+    attention = Attention(mesh)
+    for _ in range(4):
+        torch._dynamo.reset()
+        for expected in (1, 0):
+            assert attention.compilations(attention.plain) == expected
+            with context_parallel(mesh, balancer=None):
+                assert attention.compilations(attention.plain) == expected

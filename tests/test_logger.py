@@ -1,0 +1,64 @@
+"""``cp_dispatch.plan`` tells each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_dispatch import enabled, plan
+from tests.ranks import one_rank
+
+
+@pytest.fixture
+def mesh():
+    plan._told.clear()
+    plan._plans.clear()
+    with one_rank() as mesh:
+        yield mesh
+    plan._told.clear()
+
+
+def attend(mesh, length, compiled=False, **options):
+    x = DTensor.from_local(torch.randn(1, 2, length, 4), mesh, [Shard(2)])
+    function = F.scaled_dot_product_attention
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="eager", fullgraph=True)
+    return function(x, x, x, **options)
+
+
+def test_each_plan_is_told_once(mesh, caplog):
+    with caplog.at_level(logging.INFO, "cp_dispatch.plan"), enabled():
+        for told, options in enumerate(({}, {"is_causal": True}), 1):
+            for compiled in (False, False, True):
+                attend(mesh, 14, compiled, **options)
+                assert len(caplog.records) == told
+    text = caplog.records[1].getMessage()
+    assert "handled by cp_dispatch" in text and "(1, 2, 14, 4)" in text and "causal=True" in text
+
+
+def test_it_is_silent_otherwise(mesh, caplog):
+    with enabled():
+        attend(mesh, 15)
+    assert not caplog.records
+
+
+def test_torch_logs():
+    code = (
+        "import logging, cp_dispatch; from cp_dispatch.plan import logger;"
+        "print(logger.isEnabledFor(logging.INFO))"
+    )
+    for setting, on in (("aot", "False"), ("cp_dispatch", "True"), ("+cp_dispatch", "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"TORCH_LOGS": setting},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split()[-1] == on, (setting, done)
