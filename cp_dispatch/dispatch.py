@@ -12,6 +12,7 @@ from cp_dispatch._compat import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
     is_tracing,
+    local_tensor,
     save_in_traced_checkpoints,
 )
 from cp_dispatch.agreement import check_agreement, debug_is_on
@@ -93,6 +94,7 @@ def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
         note_group(group_name, state)
+        _guard_shards(plan, call)
     output, _ = forward_op(plan.backend)(
         query, call.key, call.value, mask, seed, call.dropout_p,
         origin, call.is_causal, call.scale,
@@ -101,6 +103,21 @@ def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]
         "" if plan.layout is None else plan.layout.text, plan.mask_order,
     )  # fmt: skip
     return output if output.dtype is query.dtype else output.to(query.dtype)
+
+
+def _guard_shards(plan: Plan, call: Call) -> None:
+    """In a trace, make lengths that the graph relies on part of its guards.
+
+    Those on a DTensor's global size do not hold where it is dynamic, those on its shard do.
+    """
+    for tensor in call.tensors.values():
+        shard = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        if plan.layout is not None:
+            int(shard.shape[2])
+        elif plan.schedule in ("mirrored_ring", "gather", "mirrored_gather"):
+            # As many rows on every rank, and halves.
+            bool(shard.shape[2] * plan.world_size == tensor.shape[2])
+            bool(shard.shape[2] % 2 == 0)
 
 
 def _origin(query: DTensor) -> list[int]:

@@ -42,10 +42,13 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
     reasons = []
     if any(sharded.values()):
         reasons += _ring_refusals(layout, call, ring_shape, named)
+    if sharded["key and value"]:
+        reasons += _pair_refusals(call, named)
     for name, length in lengths.items():
         if sharded[name] and length != layout.seq_len:
             reasons.append(
-                f"{name} of length {length} is sharded, the layout is {named}; {for_others}"
+                f"{name} of length {length} is sharded, the layout is {named}; {for_others} (or "
+                "was the DTensor made of uneven shards without its global shape and stride?)"
             )
         if not sharded[name] and length == layout.seq_len and _order_matters(call, name):
             reasons.append(
@@ -64,6 +67,29 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
             "is that of a row of the batch of its own; replicate it, in true order"
         )
     return reasons
+
+
+def _pair_refusals(call: Call, named: str) -> list[str]:
+    """What is not sharded would be cut in true order beside shards in the layout's."""
+    sequence = Shard(2)
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    dims = [
+        dim
+        for dim in range(call.query.device_mesh.ndim)
+        if any(x.placements[dim] == sequence for x in tensors.values())
+    ]
+    whole = {
+        name: x.placements
+        for name, x in tensors.items()
+        if name != "query" and any(x.placements[dim] != sequence for dim in dims)
+    }
+    if not whole or (len(whole) == 2 and not _order_matters(call, "key and value")):
+        return []
+    return [
+        f"{name} is placed {placements} beside shards that lie in the layout, {named}; shard it "
+        "along the sequence like them, in the layout's order"
+        for name, placements in whole.items()
+    ]
 
 
 def _ring_refusals(layout, call, ring_shape, named) -> list[str]:

@@ -29,7 +29,7 @@ from cp_dispatch.choose import sdp_flags
 from cp_dispatch.dispatch import run_op
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
-from cp_dispatch.local_mask import KEYS, ROWS, mask_of_op, sharded_dim_of
+from cp_dispatch.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_of
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext, refuse, words
@@ -53,9 +53,9 @@ def attend_plain(
     mask = call.attn_mask
     if any(x.ndim != 4 for x in call.tensors.values()) or (mask is not None and mask.ndim != 4):
         refuse(context, given, "query, key and value must have shape [B, H, S, D], or [B, S, D]")
-    local = int(query.shape[-2]), int(key.shape[-2])
-    lengths = _global_lengths(context, given, local)
-    sharded_dim = sharded_dim_of(context, given, mask, local, lengths)
+    shares = _shares(context, given, mask)
+    lengths = shares.lengths
+    sharded_dim = sharded_dim_of(context, given, mask, shares)
     layout = _layout(context, given, mask, sharded_dim, lengths)
     plan = _plan_of(context, call, sharded_dim, layout, lengths)
     if plan.handler == "refused":
@@ -98,28 +98,32 @@ def _check_form(context: PlainContext, call: Call) -> None:
                 )  # fmt: skip
 
 
-def _global_lengths(context: PlainContext, call: Call, local) -> tuple[int, int]:
+def _shares(context: PlainContext, call: Call, mask) -> Shares:
     world_size = context.mesh.size()
+    local = int(call.query.shape[-2]), int(call.key.shape[-2])
+    of_mask = (1, 1) if mask is None else (int(mask.shape[ROWS]), int(mask.shape[KEYS]))
     if not context.uneven:
-        return local[0] * world_size, local[1] * world_size
+        lengths = local[0] * world_size, local[1] * world_size
+        return Shares(lengths, ([local[0]], [local[1]]), ([of_mask[0]], [of_mask[1]]))
     if is_tracing():
         refuse(
             context, call,
             "a buffer has a length that the ranks do not divide, so ranks tell each other their "
             "lengths, which torch.compile cannot trace; pad the buffers",
         )  # fmt: skip
-    sent = torch.tensor(local, dtype=torch.int64, device=context.mesh.device_type)
-    received = sent.new_empty(world_size * 2)
+    sent = torch.tensor((*local, *of_mask), dtype=torch.int64, device=context.mesh.device_type)
+    received = sent.new_empty(world_size * 4)
     all_gather_single(received, sent, group=context.mesh.get_group())
-    of_ranks = received.view(world_size, 2).t().tolist()
-    for own in of_ranks:
+    of_ranks = received.view(world_size, 4).t().tolist()
+    for own in of_ranks[:2]:
         shares = [span.length for span in chunk(Span(0, sum(own)), world_size)]
         if own != shares:
             refuse(
                 context, call,
                 f"the ranks hold {own} rows, torch.chunk gives them {shares} of {sum(own)}",
             )  # fmt: skip
-    return sum(of_ranks[0]), sum(of_ranks[1])
+    lengths = sum(of_ranks[0]), sum(of_ranks[1])
+    return Shares(lengths, tuple(of_ranks[:2]), tuple(of_ranks[2:]))
 
 
 def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:

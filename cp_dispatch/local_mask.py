@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from cp_dispatch._compat import all_gather_single, is_tracing
@@ -12,25 +14,42 @@ from cp_dispatch.plain_context import refuse
 ROWS, KEYS = 2, 3
 
 
-def sharded_dim_of(context, call, mask, local, lengths) -> int | None:
-    """Which dim of a 4-D mask holds this rank's part alone: rows, keys or, None, neither."""
+class Shares(NamedTuple):
+    """What ranks hold of query and key, and of the mask's rows and keys: a list of one entry for
+    each rank, or of one for all where they are alike."""
+
+    lengths: tuple[int, int]
+    own: tuple[list[int], list[int]]
+    mask: tuple[list[int], list[int]]
+
+
+def sharded_dim_of(context, call, mask, shares: Shares) -> int | None:
+    """Which dim of a 4-D mask holds this rank's part alone: rows, keys or, None, neither.
+
+    Decided by what all ranks hold, so that all decide alike.
+    """
     if mask is None:
         return None
     sharded = []
-    for dim, name, own, whole in zip((ROWS, KEYS), ("rows", "keys"), local, lengths, strict=True):
-        size = int(mask.shape[dim])
-        if size == 1 and own == 1 and whole > 1:
-            refuse(
-                context, call,
-                f"attn_mask has 1 of {name} where each rank holds 1 of {whole}, so there is no "
-                "telling whether it is for all of them; expand it to all",
-            )  # fmt: skip
-        if size == own and own != whole and size != 1:
+    lengths = shares.lengths
+    local = [int(getattr(call, name).shape[-2]) for name in ("query", "key")]
+    for dim, name, owns, sizes, whole in zip(
+        (ROWS, KEYS), ("rows", "keys"), shares.own, shares.mask, lengths, strict=True
+    ):
+        if set(sizes) == {1}:
+            if set(owns) == {1} and whole > 1:
+                refuse(
+                    context, call,
+                    f"attn_mask has 1 of {name} where each rank holds 1 of {whole}, so there is "
+                    "no telling whether it is for all of them; expand it to all",
+                )  # fmt: skip
+        elif sizes == owns and set(owns) != {whole}:
             sharded.append(dim)
-        elif size not in (1, whole):
+        elif set(sizes) != {whole}:
             refuse(
                 context, call,
-                f"attn_mask has {size} {name}; it must have 1, all {whole}, or this rank's {own}",
+                f"attn_mask has {_of_ranks(sizes)} {name}; on every rank it must have 1, all "
+                f"{whole}, or the rank's own {_of_ranks(owns)}",
             )  # fmt: skip
     if len(sharded) == 2:
         refuse(
@@ -48,6 +67,10 @@ def sharded_dim_of(context, call, mask, local, lengths) -> int | None:
             "DTensors throughout",
         )  # fmt: skip
     return sharded[0] if sharded else None
+
+
+def _of_ranks(counts: list[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts} (rank by rank)"
 
 
 def mask_of_op(context, call, mask, sharded_dim, layout, lengths) -> torch.Tensor:

@@ -101,11 +101,24 @@ def _job(
     )
 
 
+def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:
+    """A graph that was compiled for another length must not answer."""
+    wanted = job.geometry.query_length(job.rank), job.geometry.key_length(job.rank)
+    if (query.size(2), key.size(2)) != wanted:
+        raise ContextParallelError(
+            f"rank {job.rank} of {job.geometry.world_size} holds {query.size(2)} query rows and "
+            f"{key.size(2)} keys, where lengths and layout say {wanted[0]} and {wanted[1]}. "
+            "Were the DTensors made of uneven shards without their global shape, or was the call "
+            "compiled for another length or layout? Then recompile, torch._dynamo.reset()."
+        )
+
+
 def _define(backend: Backend) -> None:
     """Define both ops of one backend."""
 
     def forward(query, key, value, *options):
         job = _job(backend, query, *options)
+        _check_shards(job, query, key)
         value_dim = value.size(-1)
         query, key, value = map(backend.pad, (query, key, value))
         schedule = SCHEDULES[options[_SCHEDULE]]
@@ -115,6 +128,7 @@ def _define(backend: Backend) -> None:
     def backward(grad_output, query, key, value, output, logsumexp, *options):
         *options, key_grad, mask_grad = options
         job = _job(backend, query, *options)
+        _check_shards(job, query, key)
         padded = map(backend.pad, (grad_output, query, key, value, output))
         schedule = SCHEDULES[options[_SCHEDULE]]
         dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)

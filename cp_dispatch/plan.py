@@ -328,6 +328,15 @@ def explain(
     nothing (but autocast's casts, where that is on) and does not communicate; a call that would
     raise gives a plan with all the reasons.
     """
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if not torch.is_inference_mode_enabled():
+        return _explain(*arguments)
+    # Python cannot see tensors made outside of inference mode in other dims inside.
+    with torch.inference_mode(False), torch.no_grad():
+        return _explain(*arguments)
+
+
+def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Plan:
     from cp_dispatch.toggle import current_options
 
     query, key, value = (autocast(x) for x in (query, key, value))

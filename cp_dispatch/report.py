@@ -40,7 +40,7 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     if plan.schedule in GATHERS:
         moves = _gathers(plan)
         if plan.schedule == "mirrored_gather":
-            moves = [*moves, _exchange(plan, rank, "halves of query", _inputs(plan)[0]), back]
+            moves = [_exchange(plan, rank, "halves of query", _inputs(plan)[0]), *moves, back]
         return moves
     moves = _key_moves(plan, rank)
     if plan.schedule == "mirrored_ring":
@@ -75,7 +75,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
             return gathers + sums
         what = "halves of query, output, its gradient, logsumexp"
         there = _exchange(plan, rank, what, _inputs(plan)[0], *outputs)
-        return [*gathers, there, *sums, _exchange(plan, rank, "halves of dQ", _inputs(plan)[0])]
+        return [there, *gathers, *sums, _exchange(plan, rank, "halves of dQ", _inputs(plan)[0])]
     row = plan.key_row_bytes // plan.dtype.itemsize
     transfers = _key_moves(plan, rank)
     for hop in range(plan.world_size):
@@ -124,39 +124,39 @@ def _exchange(plan: Plan, rank: int, what: str, *parts: int) -> Transfer:
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
-    """Bytes that a forward and a backward hold at their peak on the fullest rank, beside inputs
-    and what the kernel itself takes: outputs, accumulators, buffers in flight."""
+    """About the bytes that a forward and a backward hold at their peak on a full rank, beside
+    inputs and what a kernel takes for itself: what kernels return, accumulators, buffers in
+    flight. (Many tiles at one hop hold a little more.)"""
     query, key, value = plan.shards
     narrow, wide = plan.dtype.itemsize, plan.output_itemsize
     rows, output = math.prod(query[:3]), math.prod(query[:3]) * value[3]
-    dkv = math.prod(key) + math.prod(value)
-    kernel = output * wide if wide == 8 else output * narrow
-    kernel += rows * plan.lse_itemsize
+    dq, dkv = math.prod(query), math.prod(key) + math.prod(value)
+    kernel = output * (wide if wide == 8 else narrow) + rows * plan.lse_itemsize
+    kernel_grads = (dq + dkv) * narrow
     if plan.world_size == 1:
-        return kernel, (math.prod(query) + 2 * dkv) * narrow + dkv * wide
+        return 2 * kernel, kernel_grads + dq * narrow + dkv * (narrow + wide)
+    # A partial output held, one that a kernel gives, and where both are merged.
+    merging = 2 * kernel + output * wide + rows * plan.lse_itemsize
+    summing = kernel_grads + dq * (narrow + wide) + dkv * narrow
     if plan.schedule in GATHERS:
-        # The message, the gathered keys, and in the backward their wide gradients and what
-        # comes of them.
+        # The message, the gathered keys, and in the backward their wide gradients, those that the
+        # largest span's kernel gives, and what comes of them.
         gathered = (plan.world_size + 1) * dkv * narrow
-        merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
-        exchanged = (math.prod(query) * 2 + output * 4) * narrow * (plan.schedule != "gather")
-        forward = gathered + max(merging, kernel) + exchanged
-        sums = (plan.world_size + 2) * dkv * wide
-        return forward, gathered + sums + math.prod(query) * (narrow + wide) + exchanged
+        exchanged = (dq * 2 + output * 4) * narrow * (plan.schedule != "gather")
+        sums = (plan.world_size + 1) * dkv * wide + plan.world_size * dkv * narrow
+        return gathered + merging + exchanged, gathered + sums + summing + exchanged
     if plan.schedule in RINGS:
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
-        merging = output * (narrow + wide) + 2 * rows * plan.lse_itemsize
-        forward = in_flight + max(merging, kernel)
-        backward = in_flight + 2 * dkv * wide + math.prod(query) * (narrow + wide) + dkv * narrow
+        forward, backward = in_flight + merging, in_flight + 2 * dkv * wide + summing
         if plan.schedule == "mirrored_ring":
             # Copies of the inputs in the order that is computed, and a message of half as much.
-            forward += (math.prod(query) + dkv) * narrow * 2
-            backward += (math.prod(query) + dkv + 2 * output) * narrow * 2
+            forward += (dq + dkv) * narrow * 2
+            backward += (dq + dkv + 2 * output) * narrow * 2
         return forward, backward
     if plan.schedule == "replicated_keys":
-        return kernel, math.prod(query) * narrow + dkv * (2 * narrow + wide)
+        return 2 * kernel, kernel_grads + dq * narrow + dkv * (narrow + wide)
     gathered = plan.world_size * (output + rows) * wide
-    return kernel + gathered + output * wide, math.prod(query) * (narrow + wide) + dkv * wide
+    return kernel + gathered + output * wide, kernel_grads + dq * (narrow + wide) + dkv * wide
 
 
 def describe(plan: Plan) -> str:
@@ -200,7 +200,7 @@ def _costs(plan: Plan) -> list[str]:
                 line += f"  {sent:12.3f} ({len(transfers):5d})"
             lines.append(line)
     forward, backward = (size / mib for size in extra_bytes(plan))
-    lines.append(f"  extra memory at most: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
+    lines.append(f"  extra memory about: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
     return lines
 
 

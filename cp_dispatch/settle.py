@@ -68,6 +68,8 @@ def _gathered(plan: Plan) -> Plan:
 
 def _balanced(plan: Plan, wish: str, device_type: str) -> Plan:
     if plan.layout is not None or not plan.is_causal:
+        if wish == "mirrored_ring":
+            return _with(plan, "nothing to balance: not causal, or in a layout")
         return plan
     if not mirror.fits(plan.query_length, plan.key_length, plan.world_size):
         return _with(

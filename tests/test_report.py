@@ -79,9 +79,10 @@ def test_one_rank_moves_nothing():
         plan = explain(*gqa(mesh), enable_gqa=True)
     assert plan.world_size == 1 and plan.transfers(0) == ([], [])
     forward, backward = plan.extra_bytes()
-    # The output and its logsumexp; then three gradients and float32 sums of two of them.
-    assert forward == 2 * 8 * 64 * (16 + 1) * 4
-    assert backward == (2 * 8 + 4 * 2 * 2 + 2 * 2 * 2) * 64 * 16 * 4
+    # The output and its logsumexp, as the kernel gives them and as the op does; then the kernel's
+    # three gradients, those of the op, and float32 sums of two of them.
+    assert forward == 2 * 2 * 8 * 64 * (16 + 1) * 4
+    assert backward == (2 * 2 * 8 + 2 * 4 * 2 + 4 * 2) * 64 * 16 * 4
 
 
 @pytest.mark.parametrize("placements", [(S, S), (S, R), (R, S)])

@@ -39,7 +39,7 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                2/2               4.000 (    3)        12.000 (    7)
      2                3/1               6.000 (    3)        14.000 (    7)
      3                4/0               0.000 (    3)         8.000 (    7)
-  extra memory at most: 12.500 MiB forward, 18.000 MiB backward
+  extra memory about: 16.750 MiB forward, 24.000 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
@@ -65,7 +65,7 @@ handled by cp_dispatch: mirrored_ring over 4 ranks, cpu_flash kernel
      1                4/0              11.125 (    5)        24.125 (    9)
      2                4/0              11.125 (    5)        24.125 (    9)
      3                4/0              11.125 (    5)        24.125 (    9)
-  extra memory at most: 24.500 MiB forward, 46.000 MiB backward
+  extra memory about: 28.750 MiB forward, 52.000 MiB backward
   - balanced by halves from the mirror rank: saves about 859 ms of a forward, costs 7.24 ms""",
     )
 
@@ -83,7 +83,7 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               6.000 (    3)        14.000 (    7)
      2                4/0               6.000 (    3)        14.000 (    7)
      3                4/0               6.000 (    3)        14.000 (    7)
-  extra memory at most: 12.500 MiB forward, 18.000 MiB backward""",
+  extra memory about: 16.750 MiB forward, 24.000 MiB backward""",
     )
 
 
@@ -99,7 +99,7 @@ handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
      1                3/1               6.125 (    3)        18.125 (    4)
      2                3/1               6.125 (    3)        18.125 (    4)
      3                4/0               6.125 (    3)        18.125 (    4)
-  extra memory at most: 42.500 MiB forward, 54.000 MiB backward
+  extra memory about: 46.750 MiB forward, 68.000 MiB backward
   - half-shards of query and output are exchanged with the mirror rank""",
     )
 
@@ -120,7 +120,7 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               0.003 (    3)         0.008 (    7)
      2                4/0               0.004 (    3)         0.009 (    7)
      3                4/0               0.003 (    3)         0.008 (    7)
-  extra memory at most: 4.672 MiB forward, 4.402 MiB backward
+  extra memory about: 7.007 MiB forward, 6.601 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
@@ -161,7 +161,7 @@ handled by cp_dispatch: local over 1 ranks, cpu_flash kernel
     key: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     value: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     dropout_p=0.0, is_causal=True, scale=None, enable_gqa=True
-  extra memory at most: 0.017 MiB forward, 0.039 MiB backward
+  extra memory about: 0.033 MiB forward, 0.055 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
@@ -201,7 +201,7 @@ handled by cp_dispatch: replicated_keys over 4 ranks, cpu_flash kernel
      1                1/0               0.000 (    0)         2.000 (    2)
      2                1/0               0.000 (    0)         2.000 (    2)
      3                1/0               0.000 (    0)         2.000 (    2)
-  extra memory at most: 1.062 MiB forward, 7.000 MiB backward
+  extra memory about: 2.125 MiB forward, 8.000 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
@@ -228,7 +228,7 @@ handled by cp_dispatch: replicated_queries over 4 ranks, cpu_flash kernel
      1                1/0               0.001 (    2)         0.001 (    1)
      2                1/0               0.001 (    2)         0.001 (    1)
      3                1/0               0.001 (    2)         0.001 (    1)
-  extra memory at most: 0.006 MiB forward, 0.612 MiB backward
+  extra memory about: 0.006 MiB forward, 1.224 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
@@ -269,7 +269,7 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               1.465 (    3)         3.419 (    7)
      2                4/0               1.465 (    3)         3.419 (    7)
      3                4/0               1.465 (    3)         3.418 (    7)
-  extra memory at most: 3.055 MiB forward, 4.399 MiB backward
+  extra memory about: 4.093 MiB forward, 5.865 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
@@ -295,7 +295,7 @@ handled by cp_dispatch: ring over 4 ranks, math kernel
      1                4/0               0.023 (    3)         0.055 (    7)
      2                4/0               0.023 (    3)         0.055 (    7)
      3                4/0               0.023 (    3)         0.055 (    7)
-  extra memory at most: 0.066 MiB forward, 0.102 MiB backward
+  extra memory about: 0.115 MiB forward, 0.125 MiB backward
   - math: the coins of dropout belong to (query, key) pairs, not to a kernel
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda

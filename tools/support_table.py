@@ -55,6 +55,10 @@ def mask(kind: str, batch: int, heads: int, rows: int, keys: int) -> torch.Tenso
     return torch.randn(shapes[kind], generator=generator)
 
 
+def _documents(length: int, ranks: int):
+    return cp_dispatch.PerDocumentHeadTail([37, 91, length - 128], ranks)
+
+
 # name: keyword arguments of ``attempt``
 FEATURES = {
     "causal": {"causal": True},
@@ -93,6 +97,23 @@ FEATURES = {
     "batch sharded": {"query_at": [Shard(0)], "key_at": [Shard(0)], "causal": True},
     "heads sharded": {"query_at": [Shard(1)], "key_at": [Shard(1)], "causal": True},
     "second derivative": {"second": True},
+    "head-tail layout, causal": {"causal": True, "balancer": cp_dispatch.HeadTail},
+    "head-tail layout, length 250, causal": {
+        "rows": 250,
+        "keys": 250,
+        "causal": True,
+        "balancer": cp_dispatch.HeadTail,
+    },
+    "documents layout, causal": {"causal": True, "balancer": _documents},
+    "head-tail layout, bias per head": {"mask_kind": "head", "balancer": cp_dispatch.HeadTail},
+    "balanced by the mirror rank, ring": {"causal": True, "schedule": "mirrored_ring"},
+    "balanced by the mirror rank, gather": {"causal": True, "schedule": "gather"},
+    "gather, head-tail layout": {
+        "causal": True,
+        "schedule": "gather",
+        "balancer": cp_dispatch.HeadTail,
+    },
+    "gather, not causal": {"schedule": "gather"},
 }
 
 
@@ -100,6 +121,7 @@ def attempt(
     mesh, kernel, *, leading=None, heads=8, key_heads=None, rows=256, keys=256, dim=64,
     value_dim=None, dtype=None, causal=False, scale=None, mask_kind=None, mask_at=None,
     mask_grad=False, lower_right=False, dropout=0.0, query_at=None, key_at=None, second=False,
+    balancer=None, schedule="ring",
 ) -> str:  # fmt: skip
     device = mesh.device_type
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
@@ -124,8 +146,13 @@ def attempt(
             grad = distribute_tensor(grad, mesh, place, src_data_rank=None)
         return [out, *torch.autograd.grad(out, wanted, grad, create_graph=second)]
 
+    layout = balancer(rows, mesh.size()) if balancer else None
+    sequence_dim = len(lead)
+
     def leaf(x, placements=None, to=None):
         x = x.detach().to(to or x.dtype)
+        if layout is not None and placements is not None:
+            x = x.index_select(sequence_dim, layout.indices[0].to(x.device))
         if placements is not None:
             x = _distribute(x, mesh, placements)
         return x.requires_grad_()
@@ -142,10 +169,16 @@ def attempt(
     attn_mask = special
     if bias is not None:
         attn_mask = _distribute(bias, mesh, mask_at or [Replicate()]).requires_grad_(mask_grad)
-    with sdpa_kernel([KERNELS[kernel], SDPBackend.MATH], set_priority=True):
+    sharded_gradient = gradient
+    if layout is not None:
+        sharded_gradient = gradient.index_select(sequence_dim, layout.indices[0].to(device))
+    with (
+        sdpa_kernel([KERNELS[kernel], SDPBackend.MATH], set_priority=True),
+        cp_dispatch.enabled(schedule=schedule, layout=layout),
+    ):
         plan = cp_dispatch.explain(*sharded, attn_mask=attn_mask, dropout_p=dropout, **options)
         try:
-            got = run(sharded, attn_mask, gradient, dropout_p=dropout)
+            got = run(sharded, attn_mask, sharded_gradient, dropout_p=dropout)
             if second:
                 got[1].sum().backward()
         except cp_dispatch.ContextParallelError:
@@ -173,7 +206,10 @@ def attempt(
             # no more exact than what is judged; then the rounding of a dot product over the head
             # dim, in every element, is allowed.
             allowed = torch.finfo(dtype).eps * (true.numel() * dim) ** 0.5 / FACTOR
-        error = (mine.full_tensor().double() - true).norm().item()
+        mine = mine.full_tensor()
+        if layout is not None:
+            mine = mine.index_select(sequence_dim, layout.inverse[0].to(device))
+        error = (mine.double() - true).norm().item()
         ratio = max(ratio, error / allowed if error == error else torch.inf)
     return _cell(ratio, ran, kernel, judge, alone)
 
@@ -218,16 +254,15 @@ def run_all(device: str) -> None:
         torch.cuda.set_device(rank)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     table = {}
-    with cp_dispatch.enabled():
-        for feature, how in FEATURES.items():
-            table[feature] = {}
-            for kernel in DEVICES[device]:
-                cell = attempt(mesh, kernel, **how)
-                cells = [None] * mesh.size()
-                dist.all_gather_object(cells, cell)
-                table[feature][kernel] = cell if set(cells) == {cell} else f"ranks differ: {cells}"
-            if rank == 0:
-                print(f"{feature:42s} {table[feature]}", flush=True)
+    for feature, how in FEATURES.items():
+        table[feature] = {}
+        for kernel in DEVICES[device]:
+            cell = attempt(mesh, kernel, **how)
+            cells = [None] * mesh.size()
+            dist.all_gather_object(cells, cell)
+            table[feature][kernel] = cell if set(cells) == {cell} else f"ranks differ: {cells}"
+        if rank == 0:
+            print(f"{feature:42s} {table[feature]}", flush=True)
     if rank == 0:
         record = {
             "card": torch.cuda.get_device_name() if device == "cuda" else "cpu",

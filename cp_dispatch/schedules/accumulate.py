@@ -48,7 +48,8 @@ class _Segment:
 class _Accumulator:
     """Subclasses say how two partial results become one and what a result's tensors are."""
 
-    def __init__(self, batch: int, length: int, tiles: Sequence[Tile]):
+    def __init__(self, batch: int, length: int, tiles: Sequence[Tile], dtype: torch.dtype):
+        self._dtype = dtype
         self._rows: dict[int | None, list[_Segment]] = {}
         windows: dict[int | None, list[tuple[int, int]]] = {}
         for tile in tiles:
@@ -61,6 +62,11 @@ class _Accumulator:
                 for a, b in zip(edges, edges[1:], strict=False)
             ]
         self._covered = None in self._rows or len(self._rows) == batch
+        # With two partial results the one combination is the last.
+        wide = [x for own in self._rows.values() for x in own if x.left > 2]
+        self._wide_start = min((x.start for x in wide), default=0)
+        self._wide_stop = max((x.stop for x in wide), default=0)
+        self._length = length
         self._wide: _Source | None = None
         self._final: _Source | None = None
 
@@ -95,11 +101,15 @@ class _Accumulator:
     def _target(self, final: bool) -> _Source:
         if final or self._wide_is_final():
             if self._final is None:
-                self._final = _Source(self._empty_final())
+                self._final = _Source(self._empty(self._dtype, self._length))
             return self._final
         if self._wide is None:
-            self._wide = _Source(self._empty_wide())
+            wide, length = wide_dtype(self._dtype), self._wide_stop - self._wide_start
+            self._wide = _Source(self._empty(wide, length), self._wide_start)
         return self._wide
+
+    def _wide_is_final(self) -> bool:
+        return self._dtype is wide_dtype(self._dtype)
 
     def _finish(self) -> tuple[Tensor, ...]:
         segments = [segment for own in self._rows.values() for segment in own]
@@ -134,8 +144,8 @@ class OutputAccumulator(_Accumulator):
         dtype: torch.dtype,
         lse_dtype: torch.dtype,
     ):
-        super().__init__(query.size(0), query.size(2), tiles)
-        self._like, self._dtype, self._lse_dtype = query, dtype, lse_dtype
+        super().__init__(query.size(0), query.size(2), tiles, dtype)
+        self._like, self._lse_dtype = query, lse_dtype
         self._shape = (*query.shape[:3], value_dim)
 
     def add(self, out: Tensor, lse: Tensor, tile: Tile) -> None:
@@ -149,18 +159,10 @@ class OutputAccumulator(_Accumulator):
     def _combine(self, held, given, target) -> None:
         merge_partials(*held, *given, *target)
 
-    def _wide_is_final(self) -> bool:
-        return self._dtype is wide_dtype(self._dtype)
-
-    def _empty_final(self) -> tuple[Tensor, Tensor]:
-        return self._empty(self._dtype)
-
-    def _empty_wide(self) -> tuple[Tensor, Tensor]:
-        return self._empty(wide_dtype(self._dtype))
-
-    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        lse = self._like.new_empty(self._shape[:3], dtype=self._lse_dtype)
-        return token_major(*self._shape, like=self._like, dtype=dtype), lse
+    def _empty(self, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        batch, heads, _, dim = self._shape
+        lse = self._like.new_empty((batch, heads, length), dtype=self._lse_dtype)
+        return token_major(batch, heads, length, dim, like=self._like, dtype=dtype), lse
 
     def _is_final(self, tensors) -> bool:
         out, lse = tensors
@@ -177,8 +179,8 @@ class QueryGradient(_Accumulator):
     """dQ of a shard's rows, the sum of the tiles' shares; in ``dtype`` or the query's."""
 
     def __init__(self, query: Tensor, tiles: Sequence[Tile], dtype: torch.dtype | None = None):
-        super().__init__(query.size(0), query.size(2), tiles)
-        self._query, self._dtype = query, dtype or query.dtype
+        super().__init__(query.size(0), query.size(2), tiles, dtype or query.dtype)
+        self._query = query
 
     def add(self, share: Tensor, tile: Tile) -> None:
         """Add the share of a tile's rows."""
@@ -195,15 +197,9 @@ class QueryGradient(_Accumulator):
         else:  # add would round the sum to the narrow dtype first
             target.copy_(held).add_(given)
 
-    def _wide_is_final(self) -> bool:
-        return self._dtype is wide_dtype(self._dtype)
-
-    def _empty_final(self) -> tuple[Tensor]:
-        return (token_major(*self._query.shape, like=self._query, dtype=self._dtype),)
-
-    def _empty_wide(self) -> tuple[Tensor]:
-        wide = wide_dtype(self._dtype)
-        return (token_major(*self._query.shape, like=self._query, dtype=wide),)
+    def _empty(self, dtype: torch.dtype, length: int) -> tuple[Tensor]:
+        batch, heads, _, dim = self._query.shape
+        return (token_major(batch, heads, length, dim, like=self._query, dtype=dtype),)
 
     def _is_final(self, tensors) -> bool:
         (grad,) = tensors

@@ -70,9 +70,9 @@ class _Gather:
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         plan = plan_of(job.geometry, job.rank)
-        keys = GatheredKeys(key, value, plan.pieces, job.ring)
         if self.mirrored:
             (query,) = to_pairs(job.ring, query)
+        keys = GatheredKeys(key, value, plan.pieces, job.ring)
         own, rest = plan.own, plan.rest
         if query.numel() == 0:
             own, rest = (), ()
@@ -81,7 +81,7 @@ class _Gather:
         halves = _are_halves(own, query, key) and job.dropout is None
         done = (Tile(0, query.size(2), 0, query.size(2), True, (), ()),) if halves else own
         result = OutputAccumulator(query, value.size(-1), done + rest, dtype, lse_dtype)
-        with part("gather[home]"):
+        with keys.coming(), part("gather[home]"):
             if halves:
                 _forward_halves(job, query, key, value, result, *done)
             else:
@@ -108,12 +108,12 @@ class _Gather:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
         plan = plan_of(job.geometry, job.rank)
-        keys = GatheredKeys(key, value, plan.pieces, job.ring)
         if self.mirrored:
             grad_output, query, output, logsumexp = to_pairs(
                 job.ring, grad_output, query, output, logsumexp.unsqueeze(-1)
             )
             logsumexp = logsumexp.squeeze(-1).contiguous()
+        keys = GatheredKeys(key, value, plan.pieces, job.ring)
         own, rest = plan.own, plan.rest
         if query.numel() == 0:
             own, rest = (), ()
@@ -128,7 +128,7 @@ class _Gather:
 
         # Half of what is at home hides the gather, the other half the sum of dK and dV.
         first, second = own[: len(own) // 2], own[len(own) // 2 :]
-        with part("gather_backward[home]"):
+        with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, first)
         sums = KeyGradient(key, value, plan.pieces, job.ring) if key_grad else None
         with part("gather_backward[gathered]"):

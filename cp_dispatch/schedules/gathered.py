@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -31,18 +33,42 @@ class _Rows:
 
 
 class GatheredKeys:
-    """All keys and values on their way: pieces of the last kind of every rank, then of the one
+    """Keys and values of all ranks: pieces of the last kind of every rank, then of the one
     before, and so on."""
 
     def __init__(self, key: Tensor, value: Tensor, pieces: int, ring: Ring):
-        self._rows = rows = _Rows(key, value, pieces)
-        send = rows.empty(key, 1, key.dtype)  # the pieces in their own order
-        self._all = rows.empty(key, ring.world_size, key.dtype)
-        for view, tensor in zip(rows.views(send), (key, value), strict=True):
+        self._tensors, self._ring = (key, value), ring
+        self._rows = _Rows(key, value, pieces)
+        # The current stream's memory, also when a side stream fills it: the current stream has
+        # waited before it is given back.
+        self._send = self._rows.empty(key, 1, key.dtype)  # the pieces in their own order
+        self._all = self._rows.empty(key, ring.world_size, key.dtype)
+
+    @contextlib.contextmanager
+    def coming(self):
+        """Inside, compute with what is at home; meanwhile the gather starts.
+
+        On CUDA the host launches the kernels at home first, so that the GPU does not idle while
+        it prepares the gather, which all the same does not wait for them.
+        """
+        mark = self._ring.mark()
+        if mark is None:
+            self._start()
+            yield
+            return
+        yield
+        with self._ring.after(mark):
+            self._start()
+
+    def _start(self) -> None:
+        for view, tensor in zip(self._rows.views(self._send), self._tensors, strict=True):
             view.copy_(tensor)
+        last = self._rows.pieces - 1
         self._works = [
-            ring.start_all_gather(send[pieces - 1 - region].flatten(), self._all[region].flatten())
-            for region in range(pieces)
+            self._ring.start_all_gather(
+                self._send[last - region].flatten(), self._all[region].flatten()
+            )
+            for region in range(self._rows.pieces)
         ]
 
     def wait(self) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import HeadTail, PerDocumentHeadTail
@@ -215,6 +215,13 @@ def test_refusals():
         refused(fits, whole, "no telling", is_causal=True)
         mask = distribute(torch.ones(48, 48, dtype=torch.bool), mesh, [Shard(1)])
         refused(fits, [sharded[0], *whole[1:]], "sharded on its keys", attn_mask=mask)
+        for odd in ([Replicate()], [Partial()]):  # it would be cut in true order
+            for mixed in ((1, 2), (2, 1)):
+                inputs = [sharded[0], None, None]
+                inputs[mixed[0]] = sharded[mixed[0]]
+                inputs[mixed[1]] = DTensor.from_local(value, mesh, odd, run_check=False)
+                refused(fits, inputs, "beside shards that lie in the layout")
+                refused(fits, inputs, "beside shards that lie in the layout", is_causal=True)
         rows = distribute(torch.ones(1, 1, 48, 48, dtype=torch.bool), mesh, [Shard(2)])
         own = PerDocumentHeadTail([[8, 40], [40, 8]], 2)
         refused(own, sharded, "a row of the batch of its own", attn_mask=rows)

@@ -397,3 +397,36 @@ def test_checkpoint():
         run(False, False)
 
     on_mesh(2, body)
+
+
+@pytest.mark.parametrize("mask_shape, lengths", [
+    ((1, 1, 1, 5), (5, 5)),  # the usual padding mask, where ranks hold 2, 2, 1 and 0 rows
+    ((1, 1, 24, 1), (24, 3)),
+    ((1, 1, 5, 5), (5, 5)),
+])  # fmt: skip
+def test_masks_of_few_rows_mean_the_same_on_every_rank(mask_shape, lengths):
+    query, key, value = (torch.randn(1, 1, n, 4) for n in (lengths[0], lengths[1], lengths[1]))
+    mask = torch.rand(mask_shape) > 0.3
+    mask[..., 0] = True
+    want = F.scaled_dot_product_attention(query, key, value, mask)
+
+    def body(mesh):
+        buffers = [x.clone() for x in (query, key, value)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3, balancer=None):
+            out = F.scaled_dot_product_attention(*buffers, mask)
+        return out
+
+    torch.testing.assert_close(torch.cat(on_mesh(4, body), 2), want)
+
+
+def test_a_wrong_mask_is_refused_on_every_rank():
+    """Also where its rows are as many as one rank happens to hold."""
+    query, key, value = sequences(9)
+
+    def body(mesh):
+        buffers = [x.clone() for x in (query, key, value)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+            with pytest.raises(ContextParallelError, match="attn_mask has .* rows"):
+                F.scaled_dot_product_attention(*buffers, torch.ones(1, 1, 4, 9, dtype=torch.bool))
+
+    on_mesh(2, body)

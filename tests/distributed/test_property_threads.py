@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch.schedules import CHOICES
 from tests.distributed.calls import only
 from tests.distributed.reference import (
     FACTOR,
@@ -89,7 +90,8 @@ def calls(draw):
         choices = [Replicate(), *(Shard(dim) for dim, n in enumerate(sizes) if n > 1)]
         mask_placements = [draw(st.sampled_from(choices)) for _ in shape]
     needs = tuple(draw(st.lists(st.booleans(), min_size=3, max_size=3)))
-    return problem, shape, placements, key_placements, mask_placements, kernel, needs
+    schedule = draw(st.sampled_from(["auto", *CHOICES]))
+    return problem, shape, placements, key_placements, mask_placements, kernel, needs, schedule
 
 
 def bounds(problem: Problem, tensors, kernel: str) -> list[float]:
@@ -137,7 +139,7 @@ def bounds(problem: Problem, tensors, kernel: str) -> list[float]:
 )
 @given(calls())
 def test_any_supported_call_is_right(call):
-    problem, shape, placements, key_placements, mask_placements, kernel, needs = call
+    problem, shape, placements, key_placements, mask_placements, kernel, needs, schedule = call
     tensors = problem.tensors()
     want = exact(problem, tensors)
     allowed = bounds(problem, tensors, kernel)
@@ -154,5 +156,5 @@ def test_any_supported_call_is_right(call):
                 error = (mine - true).norm().item()
                 assert error <= bound, f"{name}: error {error:.1e}, allowed {bound:.1e}"
 
-    with cp_dispatch.enabled(), only(kernel):
+    with cp_dispatch.enabled(schedule=schedule), only(kernel):
         run_threads(torch.Size(shape).numel(), rank_body)

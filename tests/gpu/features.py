@@ -139,6 +139,32 @@ def memory_is_bounded(env: Env, kernel: str, causal: bool) -> None:
     plus at most four float32 logsumexp-like vectors of one value a row and head, and 2 MiB for
     the allocator's rounding. A causal call has two tiles, so a few of them, for no hop.
     """
+    _bounded(env, kernel, causal, 8, 24, schedule="natural_ring")
+
+
+def memory_of_head_tail_is_bounded(env: Env, kernel: str) -> None:
+    """As of a ring in natural order: its halves are no larger than whole blocks."""
+    layout = cp_dispatch.HeadTail(4096 * env.world_size, env.world_size)
+    _bounded(env, kernel, True, 8, 24, schedule="ring", layout=layout)
+
+
+def memory_of_gather_is_bounded(env: Env, kernel: str, causal: bool) -> None:
+    """A gather holds, in units of q and for W ranks,
+
+    forward   2 q + 2 W q    the message and all keys and values
+            + 4 q            partial outputs and the final one, bf16, and what is narrow of them
+    backward  2 q + 2 W q    the keys again
+            + 4 W q + 4 q    float32 dK/dV of all keys, and their sum for the rank's own
+            + 2 W q          dK/dV of the largest span, as the kernel made them
+            + 3 q + 6 q + 3 q   dQ, tiles and the kernel's own, as of a ring
+    """
+    world_size = env.world_size
+    layout = cp_dispatch.HeadTail(4096 * world_size, world_size) if causal else None
+    bounds = 2 * world_size + 6, 8 * world_size + 18
+    _bounded(env, kernel, causal, *bounds, schedule="gather", layout=layout)
+
+
+def _bounded(env: Env, kernel: str, causal: bool, most_forward, most_backward, **options) -> None:
     heads, dim, length = 8, 128, 4096 * env.world_size
     mesh = env.mesh()
     shape = (1, heads, length // env.world_size, dim)
@@ -162,15 +188,15 @@ def memory_is_bounded(env: Env, kernel: str, causal: bool) -> None:
     def attend():
         return F.scaled_dot_product_attention(*inputs, is_causal=causal)
 
-    with cp_dispatch.enabled(schedule="natural_ring"), sdpa_kernel(KERNELS[kernel]):
+    with cp_dispatch.enabled(**options), sdpa_kernel(KERNELS[kernel]):
         for _ in range(2):  # the first time may allocate workspaces that stay
             forward, output = extra(attend)
             backward, grads = extra(functools.partial(torch.autograd.grad, output, inputs, grad))
             del output, grads
     used = f"forward {(forward - rows) / unit:.2f} q, backward {(backward - rows) / unit:.2f} q"
     print(used)
-    assert forward <= 8 * unit + rows, used
-    assert backward <= 24 * unit + rows, used
+    assert forward <= most_forward * unit + rows, used
+    assert backward <= most_backward * unit + rows, used
 
 
 FEATURES = {
@@ -191,6 +217,13 @@ for _kernel in ("flash", "efficient", "cudnn", "math"):
         )
 for _kernel in ("flash", "cudnn"):
     for _causal in (False, True):
-        FEATURES[f"{_kernel} memory {'causal' if _causal else 'full'}"] = functools.partial(
+        _word = "causal" if _causal else "full"
+        FEATURES[f"{_kernel} memory {_word}"] = functools.partial(
             memory_is_bounded, kernel=_kernel, causal=_causal
         )
+        FEATURES[f"{_kernel} memory of gather {_word}"] = functools.partial(
+            memory_of_gather_is_bounded, kernel=_kernel, causal=_causal
+        )
+    FEATURES[f"{_kernel} memory of head-tail"] = functools.partial(
+        memory_of_head_tail_is_bounded, kernel=_kernel
+    )
