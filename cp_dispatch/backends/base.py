@@ -128,8 +128,7 @@ class Backend:
                 f"{self.name} takes at most {limit} query heads for a key head, got {groups}; "
                 "allow the math kernel"
             )
-        # Torch 2.11's efficient kernel gives wrong gradients for 65,535 heads; nobody has so many.
-        step = min(limit, 4096) // groups or 1
+        step = limit // groups
         return [_Part(1, i, step, groups) for i in range(0, key.size(1), step)]
 
     def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
