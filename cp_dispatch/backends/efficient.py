@@ -40,16 +40,19 @@ class Efficient(Backend):
         # Dropout is off, so the kernel reads no random state.
         unused = query.new_empty((), dtype=torch.int64)
         bias = _aligned(bias, query, key)
-        rows = output.transpose(1, 2)
-        if not rows[0].is_contiguous():
-            # The kernel takes the heads of a row to lie side by side.
-            output = rows.contiguous().transpose(1, 2)
+        output = _heads_side_by_side(output)
         grads = aten._scaled_dot_product_efficient_attention_backward(
             grad_output, query, key, value, bias, output, aligned(logsumexp.contiguous()),
             unused, unused, 0.0, [True, True, True, False], causal,
             scale=scale,
         )  # fmt: skip
         return grads[:3]
+
+
+def _heads_side_by_side(output):
+    """The output as the kernel takes it to lie: a row's heads one after the other."""
+    rows = output.transpose(1, 2)
+    return output if rows[0].is_contiguous() else rows.contiguous().transpose(1, 2)
 
 
 def _aligned(bias, query, key):

@@ -5,6 +5,7 @@ import torch
 
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
+from cp_dispatch.backends.efficient import _heads_side_by_side
 from cp_dispatch.layouts import natural
 from cp_dispatch.schedules.accumulate import OutputAccumulator
 from tests.distributed.reference import Problem, check, exact, one_device
@@ -204,3 +205,14 @@ def test_calls_larger_than_a_grid_go_in_parts(monkeypatch, limit, mask_shape):
     got = kernel.backward(grad, query, key, value, *whole, mask, False, 0.3)
     for mine, true in zip(got[:3], wanted[:3], strict=True):
         torch.testing.assert_close(mine, true)
+
+
+def test_efficient_attention_gets_the_heads_of_a_row_side_by_side():
+    """It knows the stride of a row as heads times head dim, whatever the tensor says."""
+    output = torch.randn(2, 6, 8, 4).transpose(1, 2)  # (B, H, S, D), token-major
+    assert _heads_side_by_side(output) is output
+    rows = output[:, :, 2:5]
+    assert _heads_side_by_side(rows) is rows
+    for odd in (output[:, :3], output.contiguous()):
+        got = _heads_side_by_side(odd)
+        assert torch.equal(got, odd) and got.stride(2) == odd.size(1) * odd.size(3)
