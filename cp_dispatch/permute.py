@@ -22,7 +22,7 @@ from cp_dispatch.permute_ops import permute_op
 def span_indices(spans: Tensor | Sequence[tuple[int, int]]) -> Tensor:
     """Positions of ``(position, length)`` spans, one after the other, ``(total,)`` int64."""
     if not isinstance(spans, Tensor):
-        spans = torch.tensor(list(spans), dtype=torch.int64).reshape(-1, 2)
+        spans = torch.tensor(list(spans), dtype=torch.int64, device="cpu").reshape(-1, 2)
     if spans.dim() != 2 or spans.size(1) != 2 or spans.dtype is not torch.int64:
         raise ContextParallelError(
             f"spans must be int64 of shape (n, 2): position, length; got {_described(spans)}"

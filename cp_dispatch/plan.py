@@ -158,7 +158,12 @@ def make_plan(options: Options | None, call: Call) -> Plan:
 
 
 def _tell(plan: Plan, call: Call) -> None:
-    """Log a plan the first time that it is made: never once per call."""
+    """Log a plan the first time that it is made: never once per call.
+
+    One with symbolic lengths says no numbers, and asking for them would guard the trace.
+    """
+    if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
+        return
     if logger.isEnabledFor(logging.INFO) and plan not in _told:
         _told.add(plan)
         logger.info("%s", dataclasses.replace(plan, call=call.describe()))
@@ -263,7 +268,9 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
         shards=local.shapes,
         dtype=query.dtype,
     )
-    return settle(plan, options.schedule, local.device_type) if schedule == "ring" else plan
+    if schedule != "ring":
+        return plan
+    return settle(plan, options.schedule, local.device_type, call.attn_mask is not None)
 
 
 def _local_call(call: Call) -> LocalCall:

@@ -4,7 +4,8 @@
   blocks of a shard with a shard where the mean is W / 2. A mirrored schedule computes the mean and
   moves halves of query and output (a ring: of key and value too) once each.
 - A ring of W hops has as many kernels, merges and waits as hops, each with a fixed cost; a gather
-  has three kernels, but room for all keys and, in the backward, for their gradients.
+  has three kernels, but room for all keys and, in the backward, for their gradients, and for
+  whatever a kernel holds of scores or masks.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ COSTS = {
 }
 
 
-def settle(plan: Plan, wish: str, device_type: str) -> Plan:
+def settle(plan: Plan, wish: str, device_type: str, masked: bool = False) -> Plan:
     """The plan of a ring with the schedule that it gets, and the reasons for it."""
     if plan.world_size == 1 or wish == "natural_ring":
         return plan
     if wish == "gather":
         return _gathered(plan)
-    if wish == "auto" and _gather_is_affordable(plan, device_type):
+    if wish == "auto" and not masked and _gather_is_affordable(plan, device_type):
         found = _gathered(plan)
         if found.schedule != "ring":
             return found
@@ -92,7 +93,13 @@ def _with(plan: Plan, reason: str, schedule: str | None = None) -> Plan:
 
 
 def _gather_is_affordable(plan: Plan, device_type: str) -> bool:
-    """Whether the keys of all ranks are few enough to be gathered."""
+    """Whether the keys of all ranks are few enough to be gathered.
+
+    The math kernel holds the scores of a tile, and others the tile's part of a mask: a gather's
+    tiles are W times a ring's, so neither is affordable.
+    """
+    if plan.backend == "math":
+        return False
     _, key, _ = plan.shards
     gathered = plan.key_row_bytes * key[2] * plan.world_size
     return gathered <= COSTS[device_type].gather_bytes

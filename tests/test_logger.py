@@ -23,12 +23,12 @@ def mesh():
     plan._told.clear()
 
 
-def attend(mesh, length, compiled=False, **options):
+def attend(mesh, length, compiled=False, dynamic=None, **options):
     x = DTensor.from_local(torch.randn(1, 2, length, 4), mesh, [Shard(2)])
     function = F.scaled_dot_product_attention
     if compiled:
         torch._dynamo.reset()
-        function = torch.compile(function, backend="eager", fullgraph=True)
+        function = torch.compile(function, backend="eager", fullgraph=True, dynamic=dynamic)
     return function(x, x, x, **options)
 
 
@@ -40,6 +40,12 @@ def test_each_plan_is_told_once(mesh, caplog):
                 assert len(caplog.records) == told
     text = caplog.records[1].getMessage()
     assert "handled by cp_dispatch" in text and "(1, 2, 14, 4)" in text and "causal=True" in text
+
+
+def test_symbolic_lengths_do_not_hinder_a_trace(mesh, caplog):
+    with caplog.at_level(logging.INFO, "cp_dispatch.plan"), enabled():
+        for length in (16, 18):
+            assert attend(mesh, length, compiled=True, dynamic=True).shape[2] == length
 
 
 def test_it_is_silent_otherwise(mesh, caplog):

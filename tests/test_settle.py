@@ -19,7 +19,7 @@ def ring(tokens=8192, ranks=4, causal=True, layout=None, key_length=None, heads=
     local = -(-keys // ranks)
     plan = Plan(
         "cp_dispatch",
-        backend="math",
+        backend="flash",
         schedule="ring",
         layout=layout,
         is_causal=causal,
@@ -96,3 +96,16 @@ def test_a_ring_is_balanced_where_that_saves_more_than_it_costs():
     latency = 2 * COSTS["cuda"].latency
     assert long[0] == pytest.approx(4 * short[0])
     assert long[1] - latency == pytest.approx(2 * (short[1] - latency))
+
+
+@pytest.mark.parametrize("layout", [None, HeadTail(32768, 4)], ids=["natural", "head-tail"])
+def test_auto_gathers_neither_masks_nor_scores(layout):
+    """The math kernel holds a tile's scores, others its mask: W times as much in a gather."""
+    plan = ring(layout=layout)
+    assert "gather" in settle(plan, "auto", "cuda").schedule
+    masked = dataclasses.replace(plan, is_causal=False)
+    assert settle(masked, "auto", "cuda", masked=True).schedule == "ring"
+    math = dataclasses.replace(plan, backend="math")
+    assert "ring" in settle(math, "auto", "cuda").schedule
+    # Who asks for it gets it.
+    assert settle(masked, "gather", "cuda", masked=True).schedule == "gather"

@@ -28,6 +28,7 @@ import torch
 from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.spans import Span, chunk
+from cp_dispatch.permute import inverse_permutation, span_indices
 
 Spans = tuple[Span, ...]
 
@@ -83,7 +84,7 @@ class Balancer:
         """
         with _plain_tensors():
             rows = range(self.rows)
-            return torch.stack([_positions([x for r in self._spans for x in r[i]]) for i in rows])
+            return torch.stack([span_indices([x for r in self._spans for x in r[i]]) for i in rows])
 
     @functools.cached_property
     def inverse(self) -> torch.Tensor:
@@ -92,8 +93,7 @@ class Balancer:
         Made once; do not modify it.
         """
         with _plain_tensors():
-            places = torch.arange(self.seq_len, device="cpu").expand(self.rows, -1)
-            return torch.empty_like(self.indices).scatter_(1, self.indices, places)
+            return inverse_permutation(self.indices, check=False)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE."""
@@ -184,14 +184,6 @@ def _plain_tensors():
     """What is kept must serve everywhere, whether fake or inference mode is on at first use."""
     with disable_current_modes(), torch.inference_mode(False):
         yield
-
-
-def _positions(spans: Sequence[Span]) -> torch.Tensor:
-    starts = torch.tensor([span.position for span in spans], dtype=torch.int64, device="cpu")
-    lengths = torch.tensor([span.length for span in spans], dtype=torch.int64, device="cpu")
-    # A position is its place in the permuted sequence, moved as its span is.
-    moved = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
-    return torch.arange(len(moved), device="cpu") + moved
 
 
 def coalesce(spans: Sequence[Span]) -> Spans:

@@ -165,19 +165,13 @@ def _natural_index(own: Span) -> torch.Tensor:
     return torch.arange(own.position, own.position + own.length, device="cpu").unsqueeze(0)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows of ``tensor`` along ``dim``; ``index`` (1 or B, L) int64 on CPU, -1 for zeros.
 
     With B rows, row b of dim 0 of ``tensor`` goes by ``index[b]``. A contiguous copy.
     """
-    dtype, as_bits = tensor.dtype, _BITS.get(tensor.dtype.itemsize)
-    if as_bits is not None and not dtype.is_complex:
-        tensor = tensor.resolve_neg().view(as_bits)  # torch does not index every dtype
     (taken,) = permute_sequence([tensor], index.to(tensor.device), dim, checked=True, unique=True)
-    return taken.contiguous().view(dtype)
+    return taken.contiguous()
 
 
 # -- Checks, made alike on every rank -----------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.layouts.spans import Span
+from cp_dispatch.permute import span_indices
 
 
 def selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
@@ -20,5 +21,4 @@ def selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
 @functools.lru_cache(maxsize=512)
 def positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     """The positions of ``spans``, int64. Kept for the next call; do not modify it."""
-    parts = [torch.arange(span.position, span.position + span.length) for span in spans]
-    return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(device)
+    return span_indices(spans).to(device)

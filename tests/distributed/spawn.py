@@ -72,6 +72,23 @@ def run_cases(
     return outcomes
 
 
+def run_asked(
+    request, world_size: int, backend: str, case_timeout: float, runs=lambda name: True
+) -> dict[str, str]:
+    """Outcomes of the cases that the collected tests of a module ask for, for its fixture
+    ``outcomes``: those that ``-k`` left out do not run, nor those that ``runs`` says no to."""
+    size = getattr(request, "param", None)
+    asked = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.module is request.module
+        and "case" in getattr(getattr(item, "callspec", None), "params", ())
+        and item.callspec.params.get("outcomes") == size
+    ]
+    names = [name for name in asked if runs(name)]
+    return run_cases(request.module.__name__, names, world_size, backend, case_timeout)
+
+
 def _spawn(module, names, world_size, backend, case_timeout) -> dict[str, str]:
     """Cases in order until all are done or one hangs or crashes, which is the last returned."""
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)

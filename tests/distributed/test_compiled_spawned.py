@@ -22,7 +22,7 @@ from tests.distributed.compiled import _has_compiler
 from tests.distributed.models import Model
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
 from tests.distributed.sharded import distribute, run_sharded
-from tests.distributed.spawn import Env, run_cases
+from tests.distributed.spawn import Env, run_asked
 
 ROWS = (Shard(2),)
 
@@ -318,13 +318,8 @@ ON_4 = {"head-tail, gather"}
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
 def outcomes(request) -> dict[str, str]:
-    asked = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.module is request.module and item.callspec.params["outcomes"] == request.param
-    ]
-    names = [name for name in asked if request.param == 2 or name in ON_4]
-    return run_cases(__name__, names, request.param, "gloo", case_timeout=60)
+    size = request.param
+    return run_asked(request, size, "gloo", 60, lambda name: size == 2 or name in ON_4)
 
 
 @pytest.mark.parametrize("case", CASES)

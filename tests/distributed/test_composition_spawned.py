@@ -26,7 +26,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import cp_dispatch
 from tests.distributed.models import VOCABULARY, Model
 from tests.distributed.sharded import distribute
-from tests.distributed.spawn import TORCH_2_13, Env, run_cases
+from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 
 # DTensor of torch 2.11 has no linear layer on several sharded sequences, so a rank gets one of
 # them at a time, and gradients are accumulated.
@@ -320,12 +320,7 @@ if TORCH_2_13:
 
 @pytest.fixture(scope="module")
 def outcomes(request) -> dict[str, str]:
-    names = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.module is request.module
-    ]
-    return run_cases(__name__, names, 4, "gloo", case_timeout=60)
+    return run_asked(request, 4, "gloo", 60)
 
 
 @pytest.mark.parametrize("case", CASES)

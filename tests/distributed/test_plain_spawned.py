@@ -16,7 +16,7 @@ import cp_dispatch
 from cp_dispatch import ContextParallel, HeadTail, context_parallel, context_parallel_unshard
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import FACTOR, Problem, check, exact, one_device
-from tests.distributed.spawn import Env, run_cases
+from tests.distributed.spawn import Env, run_asked
 
 
 @functools.cache
@@ -254,12 +254,7 @@ else:
 
 @pytest.fixture(scope="module")
 def outcomes(request) -> dict[str, str]:
-    names = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.module is request.module
-    ]
-    return run_cases(__name__, names, 2, "gloo", case_timeout=60)
+    return run_asked(request, 2, "gloo", 60)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,7 +19,7 @@ from tests.distributed.compiled import COMPILED
 from tests.distributed.modules import MODULES
 from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.sharded import SEQUENCE, distribute, run_sharded
-from tests.distributed.spawn import Env, run_cases
+from tests.distributed.spawn import Env, run_asked
 
 PROBLEM = Problem(causal=True, key_heads=2, length=250)
 
@@ -177,13 +177,8 @@ def _runs(case: str, world_size: int) -> bool:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
 def outcomes(request) -> dict[str, str]:
-    asked = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.module is request.module and item.callspec.params["outcomes"] == request.param
-    ]
-    names = [name for name in asked if _runs(name, request.param)]
-    return run_cases(__name__, names, request.param, "gloo", case_timeout=150)
+    size = request.param
+    return run_asked(request, size, "gloo", 150, lambda name: _runs(name, size))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,7 @@ from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
 from tests.distributed.sharded import distribute, run_sharded
-from tests.distributed.spawn import Env, run_cases
+from tests.distributed.spawn import Env, run_asked
 
 GPUS = torch.cuda.device_count()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -153,15 +153,7 @@ CASES |= _FOUR
 @pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
 def outcomes(request) -> dict[str, str]:
     size = request.param
-    asked = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if getattr(item, "callspec", None)
-        and item.callspec.params.get("outcomes") == size
-        and item.module is request.module
-    ]
-    names = [name for name in asked if size == 4 or name not in _FOUR]
-    return run_cases(__name__, names, size, "nccl", case_timeout=60)
+    return run_asked(request, size, "nccl", 60, lambda name: size == 4 or name not in _FOUR)
 
 
 @pytest.mark.parametrize("case", CASES)

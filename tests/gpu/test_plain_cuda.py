@@ -16,7 +16,7 @@ from cp_dispatch import ContextParallel, context_parallel
 from tests.distributed.calls import only
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
-from tests.distributed.spawn import Env, run_cases
+from tests.distributed.spawn import Env, run_asked
 
 GPUS = torch.cuda.device_count()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -116,7 +116,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
 def outcomes(request) -> dict[str, str]:
-    return run_cases(__name__, list(CASES), request.param, "nccl", case_timeout=60)
+    return run_asked(request, request.param, "nccl", 60)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 import cp_dispatch
 from tests.distributed.reference import Problem, check, exact, one_device, rounding
 from tests.distributed.sharded import run_sharded
-from tests.distributed.spawn import Env, run_cases
+from tests.distributed.spawn import Env, run_asked
 from tests.gpu.features import FEATURES
 
 GPUS = torch.cuda.device_count()
@@ -133,15 +133,7 @@ def _needs_four(case: str) -> bool:
 @pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
 def outcomes(request) -> dict[str, str]:
     size = request.param
-    asked = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if getattr(item, "callspec", None)
-        and item.callspec.params.get("outcomes") == size
-        and item.module is request.module
-    ]
-    names = [name for name in asked if size == 4 or not _needs_four(name)]
-    return run_cases(__name__, names, size, "nccl", case_timeout=120)
+    return run_asked(request, size, "nccl", 120, lambda name: size == 4 or not _needs_four(name))
 
 
 @pytest.mark.parametrize("case", CASES)
