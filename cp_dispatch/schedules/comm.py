@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
+from cp_dispatch.schedules.mailbox import Mailbox, mailbox
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
@@ -31,6 +31,7 @@ class Ring:
         self.group = _communicator(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._device = device
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
 
     def mark(self) -> torch.cuda.Event | None:
@@ -74,14 +75,20 @@ class Ring:
         """Start gathering the flat ``send`` of all ranks, one after the other, in ``receive``."""
         return all_gather_single(receive, send, group=self.group, async_op=True)
 
-    def start_reduce_scatter(self, send: Tensor, receive: Tensor) -> dist.Work | _Sum:
-        """Start summing the flat ``send`` of all ranks; this rank's part comes in ``receive``."""
-        if dist.get_backend(self.group) == "nccl":
-            return dist.reduce_scatter_tensor(receive, send, group=self.group, async_op=True)
-        # Not every other backend has a reduce-scatter.
-        parts = torch.empty_like(send)
-        work = dist.all_to_all_single(parts, send, group=self.group, async_op=True)
-        return _Sum(work, parts.view(self.world_size, -1), receive)
+    def exchange_all(
+        self, send: Tensor, sizes: list[int], receive: Tensor, coming: list[int]
+    ) -> dist.Work:
+        """Start sending ``sizes[r]`` elements of the flat ``send`` to every rank r, while
+        ``coming[r]`` come from it, in the order of the ranks. As :meth:`shift`."""
+        sizes, coming = ([n * send.itemsize for n in x] for x in (sizes, coming))
+        return dist.all_to_all_single(
+            receive.view(torch.uint8), send.view(torch.uint8), coming, sizes,
+            group=self.group, async_op=True,
+        )  # fmt: skip
+
+    def mailbox(self, name: str, size: int) -> Mailbox | None:
+        """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
+        return mailbox(self.group, self._device, name, size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked in a new first dim."""
@@ -93,18 +100,6 @@ class Ring:
         """The sum over all ranks, in place; the tensor's memory must be dense."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
-
-
-class _Sum(NamedTuple):
-    """The second half of a reduce-scatter: adding what came."""
-
-    work: dist.Work
-    parts: Tensor
-    into: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, 0, out=self.into)
 
 
 @functools.cache
