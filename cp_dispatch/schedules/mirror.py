@@ -63,14 +63,10 @@ class Exchange:
                 view.copy_(half)
             self._work = ring.exchange(self._peer, send, received)
         else:
-            with ring.after(ring.mark()):
-                targets = _views(box.at(self._peer, 0, _message_bytes(given), torch.uint8), given)
-                box.open([self._peer])
-                box.push(
-                    [x.transpose(1, 2) for x in targets],
-                    [x.transpose(1, 2) for x in given],
-                    [self._peer],
-                )
+            targets = _views(box.at(self._peer, 0, _message_bytes(given), torch.uint8), given)
+            box.open([self._peer])
+            targets, given_rows = ([x.transpose(1, 2) for x in y] for y in (targets, given))
+            box.push(targets, given_rows, [self._peer])
             received = box.at(ring.rank, 0, _message_bytes(given), torch.uint8)
             self._work = box
         self._received = _views(received, given)
