@@ -113,13 +113,13 @@ void raise_flags(const Tensor here, std::vector<int64_t> flags, int64_t stream) 
 
 void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const Tensor here,
                 std::vector<int64_t> take_first, std::vector<int64_t> raise_then,
-                std::vector<int64_t> take_last, int64_t stream) {
+                std::vector<int64_t> take_last, int64_t stream, bool side_waits) {
   STD_TORCH_CHECK(targets.size() == sources.size(), "as many targets as sources");
   std::vector<Slab> slabs;
   slabs.reserve(targets.size());
   for (size_t i = 0; i < targets.size(); ++i) slabs.push_back(slab_of(targets[i], sources[i]));
   const Launch launch(here.get_device_index());
-  wait_for(handle(stream), launch.stream());
+  if (side_waits) wait_for(handle(stream), launch.stream());
   batch(handle(stream), take_first, true);
   for (const Slab& slab : slabs) copy(slab, handle(stream));
   batch(handle(stream), raise_then, false);

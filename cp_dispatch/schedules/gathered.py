@@ -10,7 +10,7 @@ from torch import Tensor
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gather_plan import plan_of, slots_of
-from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 
 
 def gathered_keys(
@@ -99,16 +99,15 @@ class PushedKeys:
 
     @contextlib.contextmanager
     def coming(self):
-        """As :meth:`GatheredKeys.coming`; the host is done so soon that the copies go first."""
+        """As :meth:`GatheredKeys.coming`."""
         rooms = self._rooms
         pieces = [
-            piece
-            for x in self._tensors
-            for piece in x.transpose(1, 2).tensor_split(rooms.pieces, dim=1)
+            piece for x in rows_for(self._tensors) for piece in x.tensor_split(rooms.pieces, dim=1)
         ]
         self._box.open()
-        self._box.push(rooms.targets, [pieces[index] for index in rooms.sources])
         yield
+        sources = [pieces[index] for index in rooms.sources]
+        self._box.push(rooms.targets, sources, ready_at_open=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredKeys.wait`."""

@@ -19,7 +19,7 @@ from cp_dispatch.parts import sum_parts
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
 from cp_dispatch.schedules.gradients import KeyShare
-from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 from cp_dispatch.schedules.pair import Pair
 
 
@@ -47,10 +47,8 @@ class KeyShares:
             self._send_in_one_message(shares)
             return
         targets, self._arrived = self._places(self._box)
-        sources = []
-        for _, _, parcel in plan.outgoing:
-            part = _part(shares, parcel)
-            sources += [part.dk.transpose(1, 2), part.dv.transpose(1, 2)]
+        parts = [_part(shares, parcel) for _, _, parcel in plan.outgoing]
+        sources = rows_for(x for part in parts for x in (part.dk, part.dv))
         self._box.push(targets if shares else [], sources)
 
     def _send_in_one_message(self, shares: list[KeyShare]) -> None:

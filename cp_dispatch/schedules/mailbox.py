@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,11 @@ library = torch.library.Library("cp_dispatch", "FRAGMENT")
 for _schema in (
     # After what the current stream has queued, put 1 in each flag.
     "raise_flags(Tensor here, int[] flags, int stream) -> ()",
-    # After what the current stream has queued, wait until each of the first flags is 1 and put 0
-    # there, copy tensors (B, ...) whose batch rows are contiguous, put 1 in the second flags, and
-    # take the third as the first.
+    # If the side waits, after what the current stream has queued: wait until each of the first
+    # flags is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1 in
+    # the second flags, and take the third as the first.
     "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] take_first,"
-    " int[] raise_then, int[] take_last, int stream) -> ()",
+    " int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
     # Let the stream wait for the current one, or the other way round.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -108,17 +108,19 @@ class Mailbox:
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
         peers: Sequence[int] | None = None,
+        ready_at_open: bool = False,
     ) -> None:
         """Start copying to rooms of peers (and one's own) and taking what they copy here; after
         :meth:`open` with the same peers.
 
-        ``sources`` ``(B, ...)`` whose batch rows are not contiguous are packed by a kernel first.
+        ``sources`` come from :func:`rows_for`. If they were ready at :meth:`open`, the copies do
+        not wait for what the current stream has got to do since.
         """
         peers = self._peers if peers is None else peers
-        sources = [_dense(source) for source in sources]
         _push_slabs(
             targets, sources, self._own, _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], peers), self._stream,
+            not ready_at_open,
         )  # fmt: skip
         # Another stream reads memory that the current one would give away once it is freed.
         self._reading = sources
@@ -140,9 +142,11 @@ def _of(flags: list[int], ranks: Sequence[int]) -> list[int]:
     return [flags[rank] for rank in ranks]
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    row = tensor[:1] if tensor.size(0) else tensor
-    return tensor if row.is_contiguous() else tensor.contiguous()
+def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
+    packed by a kernel of the current stream where they are not so."""
+    rows = [x.transpose(1, 2) for x in tensors]
+    return [x if (x if x.size(0) < 2 else x[0]).is_contiguous() else x.contiguous() for x in rows]
 
 
 _boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}

@@ -351,7 +351,9 @@ def addresses(flags):
 
 def push(targets, sources, stream, take=(), give=(), last=()):
     here = targets[0] if targets else torch.empty(1, device="cuda")
-    torch.ops.cp_dispatch.push_slabs(targets, sources, here, take, give, last, stream.cuda_stream)
+    torch.ops.cp_dispatch.push_slabs(
+        targets, sources, here, take, give, last, stream.cuda_stream, True
+    )
 
 
 def test_push_slabs():
