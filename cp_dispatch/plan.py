@@ -53,8 +53,10 @@ class Plan:
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
             order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
-            all keys in one buffer; ``"replicated_keys"`` or ``"replicated_queries"`` where
-            no key needs to move; ``"local"`` if the sequence is not sharded.
+            all keys in one buffer; ``"ulysses"``, heads by all-to-all, and ``"hybrid"``, among
+            ``head_ranks`` consecutive ranks and with the schedule ``across`` among these groups;
+            ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs to move;
+            ``"local"`` if the sequence is not sharded.
         layout: in which order the shards lie, None for natural order.
         mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
         mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
@@ -66,6 +68,7 @@ class Plan:
         call: the call in words.
         shards: local shapes of query, key and value on the rank that has most.
         dtype: theirs.
+        owners: the geometry, where it is not that of the schedule but of groups of ranks.
     """
 
     handler: str
@@ -83,6 +86,9 @@ class Plan:
     call: str = field(default="", compare=False)
     shards: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None
+    head_ranks: int = 1
+    across: str = ""
+    owners: Geometry | RowGeometry | None = None
 
     @property
     def world_size(self) -> int:
@@ -92,10 +98,14 @@ class Plan:
     @property
     def op_schedule(self) -> str:
         """The schedule's name as the op takes it: one rank is a ring of one."""
+        if self.schedule == "hybrid":
+            return f"hybrid:{self.head_ranks}:{self.across}"
         return "ring" if self.schedule == "local" else self.schedule
 
     @property
     def geometry(self) -> Geometry | RowGeometry:
+        if self.owners is not None:
+            return self.owners
         return SCHEDULES[self.op_schedule].geometry(
             self.query_length, self.key_length, self.ring_shape, self.is_causal, self.layout
         )
@@ -270,7 +280,9 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
     )
     if schedule != "ring":
         return plan
-    return settle(plan, options.schedule, local.device_type, call.attn_mask is not None)
+    mask = call.attn_mask
+    own_rows = mask is not None and mask.shape[2] > 1 and (not layout or "rows" in plan.mask_order)
+    return settle(plan, options.schedule, local.device_type, mask is not None, own_rows)
 
 
 def _local_call(call: Call) -> LocalCall:

@@ -66,6 +66,16 @@ class Ring:
         send, receive = send.view(torch.uint8), receive.view(torch.uint8)
         outgoing, incoming = [0] * self.world_size, [0] * self.world_size
         outgoing[to], incoming[source] = send.numel(), receive.numel()
+        return self._all_to_all(send, receive, outgoing, incoming)
+
+    def start_all_to_all(
+        self, send: Tensor, receive: Tensor, outgoing: list[int], incoming: list[int]
+    ) -> dist.Work:
+        """Start sending every rank its part of the flat ``send``, of as many elements as
+        ``outgoing`` says, while ``receive`` takes what comes from each. As :meth:`shift`."""
+        return self._all_to_all(send, receive, outgoing, incoming)
+
+    def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )
@@ -93,6 +103,33 @@ class Ring:
         """The sum over all ranks, in place; the tensor's memory must be dense."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+class SubRing(Ring):
+    """Some ranks of a ring as a ring of their own, for moves and all-to-alls.
+
+    They take place in the whole ring's group, where ranks outside send and receive nothing: no
+    group has to be made, but every rank of the whole ring must be in as many moves at a time.
+    """
+
+    def __init__(self, whole: Ring, members: range):
+        self.group, self.stream = whole.group, whole.stream
+        self.rank, self.world_size = members.index(whole.rank), len(members)
+        self._whole, self._members = whole, members
+
+    def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
+        spread = []
+        for sizes in (outgoing, incoming):
+            everyone = [0] * self._whole.world_size
+            for member, size in zip(self._members, sizes, strict=True):
+                everyone[member] = size
+            spread.append(everyone)
+        return self._whole._all_to_all(send, receive, *spread)
+
+    def _refuse(self, *_):
+        raise NotImplementedError("the group is the whole ring's; only moves and all-to-alls fit")
+
+    start_all_gather = start_reduce_scatter = all_gather = all_reduce = _refuse
 
 
 class _Sum(NamedTuple):

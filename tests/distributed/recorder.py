@@ -58,6 +58,15 @@ class Recorder:
                 record.received.append(receive.nbytes)
             return move(ring, send, to, receive, source)
 
+        start_all_to_all = Ring.start_all_to_all
+
+        def recorded_all_to_all(ring, send, receive, outgoing, incoming):
+            if record := self._current():
+                # What a rank keeps for itself does not travel.
+                record.sent.append(sum(outgoing) - outgoing[ring.rank])
+                record.received.append(sum(incoming) - incoming[ring.rank])
+            return start_all_to_all(ring, send, receive, outgoing, incoming)
+
         def recorded_start(collective, group):
             if record := self._current():
                 record.collectives.append(type(collective).__name__)
@@ -96,6 +105,7 @@ class Recorder:
 
         assert ring.Pair is Pair
         monkeypatch.setattr(Ring, "_move", recorded_move)
+        monkeypatch.setattr(Ring, "start_all_to_all", recorded_all_to_all)
         monkeypatch.setattr(ProcessLocalGroup, "_start_coll", recorded_start)
         monkeypatch.setattr(Pair, "buffer", recorded_buffer)
 
