@@ -69,6 +69,7 @@ class Plan:
         shards: local shapes of query, key and value on the rank that has most.
         dtype: theirs.
         owners: the geometry, where it is not that of the schedule but of groups of ranks.
+        wide_key_grads: dK and dV come out wide, for ranks have yet to add theirs up.
     """
 
     handler: str
@@ -89,6 +90,7 @@ class Plan:
     head_ranks: int = 1
     across: str = ""
     owners: Geometry | RowGeometry | None = None
+    wide_key_grads: bool = False
 
     @property
     def world_size(self) -> int:

@@ -79,13 +79,17 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     transfers = _key_moves(plan, rank)
     for hop in range(plan.world_size):
         # Sums travel wide; the last move, home, in the inputs' dtype.
-        size = wide if hop < plan.world_size - 1 else plan.dtype.itemsize
+        last = hop == plan.world_size - 1 and not plan.wide_key_grads
+        size = plan.dtype.itemsize if last else wide
         length = plan.geometry.key_length((rank - hop) % plan.world_size)
         transfers.append(Transfer("all_to_all", "dK, dV", row * length * size))
     if plan.schedule == "mirrored_ring":
         what = "halves of query, key, value, output, its gradient, logsumexp"
         there = _exchange(plan, rank, what, *_inputs(plan), *outputs)
-        back = _exchange(plan, rank, "halves of dQ, dK, dV", *_inputs(plan))
+        dq, *dkv = _inputs(plan)
+        if plan.wide_key_grads:
+            dkv = [size // plan.dtype.itemsize * wide for size in dkv]
+        back = _exchange(plan, rank, "halves of dQ, dK, dV", dq, *dkv)
         return [there, *transfers, back]
     return transfers
 

@@ -116,7 +116,7 @@ handled by cp_dispatch: ulysses over 4 ranks, cpu_flash kernel
      1                1/0               9.375 (    3)        18.375 (    3)
      2                1/0               9.375 (    3)        18.375 (    3)
      3                1/0               9.375 (    3)        18.375 (    3)
-  extra memory about: 24.500 MiB forward, 55.000 MiB backward
+  extra memory about: 16.000 MiB forward, 33.000 MiB backward
   - 2 of 8 query heads on each of 4 ranks, key heads (2) on several""",
     )
 
@@ -134,7 +134,7 @@ handled by cp_dispatch: hybrid over 4 ranks, cpu_flash kernel
      1                2/0              12.250 (    6)        26.250 (    8)
      2                2/0              12.250 (    6)        26.250 (    8)
      3                2/0              12.250 (    6)        26.250 (    8)
-  extra memory about: 49.250 MiB forward, 99.000 MiB backward
+  extra memory about: 41.500 MiB forward, 81.000 MiB backward
   - 4 of 8 query heads on each of 2 ranks
   - balanced by halves from the mirror rank: saves about 573 ms of a forward, costs 7.24 ms""",
     )

@@ -31,7 +31,8 @@ def backward(
     key_grad: bool,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`cp_dispatch.schedules.ring.backward`, with a geometry of one rank."""
+    """As :func:`cp_dispatch.schedules.ring.backward`, with a geometry of one rank; dK and dV in the
+    kernel's dtype where one call gives all of them."""
     tiles = job.tiles(0, query)
     query_grad = QueryGradient(query, tiles)
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
@@ -41,8 +42,8 @@ def backward(
     dq = query_grad.finish()
     if not key_grad:
         return dq, None, None, grad_mask
-    if len(shares) == 1 and shares[0].dk.shape == key.shape and shares[0].dk.dtype is key.dtype:
+    if len(shares) == 1 and shares[0].dk.shape == key.shape:
         return dq, shares[0].dk, shares[0].dv, grad_mask
-    total = TravellingGradient(key, value, job.geometry, 0, None)
+    total = TravellingGradient(key, value, job.geometry, 0, None, job.key_grad_dtype)
     total.add(shares)
     return dq, *total.finish(), grad_mask

@@ -10,7 +10,7 @@ import torch
 
 from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span
-from cp_dispatch.schedules.head_shares import head_shares, most_stages
+from cp_dispatch.schedules.head_shares import Share, head_shares, most_stages
 from cp_dispatch.schedules.transfer import Transfer
 from cp_dispatch.schedules.wire import Part, wire
 
@@ -42,6 +42,11 @@ def stages(
     return most_stages(
         heads, key_heads, ranks, min(batch * length * row // _STAGE_BYTES, _MOST_STAGES)
     )
+
+
+def keys_are_shared(stage: tuple[Share, ...], key_heads: int) -> bool:
+    """Whether some key head is on several ranks."""
+    return sum(share.key.length for share in stage) > key_heads
 
 
 class Messages:
@@ -78,7 +83,11 @@ class Messages:
         if backward:
             rows += [out, out, self._lse]
             names = "query, its output, gradient and logsumexp"
-            back = [("dQ", rows[:1], False), ("dK, dV", keys, True)]
+            wide = dtype
+            if keys_are_shared(stage, self.plan.shards[1][1]):
+                wide = wide_dtype(dtype)
+            sums = [(wide, dim), (wide, value_dim)]
+            back = [("dQ", rows[:1], False), ("dK, dV", sums, True)]
         if self._one_side:
             there = [(f"{names}, key, value", rows, keys, False)]
         else:
@@ -129,6 +138,7 @@ class Messages:
                 dataclasses.replace(
                     plan, schedule=self._schedule.across_name, ring_shape=(coarse.world_size,),
                     shards=shards, owners=coarse, head_ranks=1,
+                    wide_key_grads=keys_are_shared(stage, plan.shards[1][1]),
                 )
             )  # fmt: skip
         return found
@@ -162,15 +172,19 @@ def extra_bytes(schedule, plan: Plan) -> tuple[int, int]:
     dq, output = math.prod(query), math.prod(query[:3]) * value[3]
     dkv = math.prod(key) + math.prod(value)
     results = output * plan.kernel_itemsize + math.prod(query[:3]) * plan.lse_itemsize
-    inputs = (dq + dkv * share) * narrow
+    of_keys = wide if share > 1 else narrow
+    inputs, gradients = (dq + dkv * share) * narrow, dq * narrow + dkv * share * of_keys
     permuted = plan.layout is not None and plan.is_causal
-    # Two stages are under way at a time: sent, received and, in a layout, put in order.
-    under_way = min(count, 2) / count * (2 + permuted)
-    # What kernels give, the message home and where it arrives.
-    forward = inputs * under_way + results * (2 + permuted)
-    gradients = (dq + dkv * share) * narrow
-    sums = dkv * (wide if share > 1 else narrow)
-    backward = (inputs + 2 * results) * under_way + gradients * (2 + permuted) + dq * narrow + sums
+    sums = dkv * of_keys + dq * narrow
+
+    def peak(arriving: float, leaving: float, final: float) -> float:
+        """Of a stage on arrival, in the kernels, and on the way home, beside the next one's."""
+        coming = 2 * arriving if count > 1 else 0
+        home = leaving * (2 + permuted) + count * final
+        return max(2 * arriving, arriving + leaving, home) + coming
+
+    forward = peak(inputs / count, results / count, results / count)
+    backward = peak((inputs + 2 * results) / count, gradients / count, sums / count)
     if schedule.across is not None:
         inside = [plan.extra_bytes() for plan in messages.across(messages.stages[0])]
         forward += max(x for x, _ in inside)

@@ -67,10 +67,6 @@ class Heads:
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         team = _Team(self, job, query, key, value)
-        dtype = job.backend.output_dtype(query.dtype)
-        lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        output = token_major(*query.shape[:3], value.size(-1), like=query, dtype=dtype)
-        logsumexp = query.new_empty((*query.shape[:3], 1), dtype=lse_dtype)
 
         def compute(stage: Sequence[Share], q: Tensor, k: Tensor, v: Tensor):
             outs, lses = [], []
@@ -79,9 +75,15 @@ class Heads:
                 out, lse = team.schedule.forward(own, *parts)
                 outs.append(out)
                 lses.append(lse.unsqueeze(-1))
-            return [team.home(stage, [outs]), team.home(stage, [lses])]
+            return [([outs], False), ([lses], False)]
 
+        output = logsumexp = None
         for out, lse in team.run("heads", (query,), (key, value), compute):
+            if output is None:  # not before, when most is under way
+                dtype = job.backend.output_dtype(query.dtype)
+                output = token_major(*query.shape[:3], value.size(-1), like=query, dtype=dtype)
+                dtype = job.backend.logsumexp_dtype(query.dtype)
+                logsumexp = query.new_empty((*query.shape[:3], 1), dtype=dtype)
             out.wait(output)
             lse.wait(logsumexp)
         return output, logsumexp.squeeze(-1)
@@ -116,23 +118,24 @@ class Heads:
                 of_value.append(dv)
                 if mask_grad:
                     team.own_mask(grad_mask, stage, segment).add_(dmask)
-            going = [team.home(stage, [of_query])]
-            if key_grad:
-                going.append(team.home(stage, [of_key, of_value], of_keys=True))
-            return going
+            going = [([of_query], False)]
+            return going + [([of_key, of_value], True)] if key_grad else going
 
-        dq = token_major(*query.shape, like=query)
-        # What several ranks have of a key head is added up before it is rounded.
-        wide = wide_dtype(key.dtype) if team.keys_are_shared else key.dtype
-        dk, dv = (token_major(*x.shape, like=x, dtype=wide) for x in (key, value))
+        dq = dk = dv = None
         of_rows = query, grad_output, output, logsumexp.unsqueeze(-1)
         for rows, *keys in team.run("heads_backward", of_rows, (key, value), compute):
+            if dq is None:
+                dq = token_major(*query.shape, like=query)
+                dk, dv = (
+                    token_major(*x.shape, like=x, dtype=team.key_grad_dtype) if key_grad else None
+                    for x in (key, value)
+                )
             rows.wait(dq)
             for going in keys:
                 going.wait(dk, dv)
         if not key_grad:
             return dq, None, None, grad_mask
-        if team.keys_are_shared:
+        if team.key_grad_dtype is not key.dtype:
             narrow = (token_major(*x.shape, like=x) for x in (key, value))
             dk, dv = (x.copy_(total) for x, total in zip(narrow, (dk, dv), strict=True))
         return dq, dk, dv, grad_mask
@@ -168,19 +171,24 @@ class _Team:
         shapes = tuple((x.size(1), x.size(-1)) for x in (query, key, value))
         count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks)
         self._stages = head_shares(heads, key_heads, ranks, count)
-        self.keys_are_shared = sum(share.key.length for share in self._stages[0]) > key_heads
+        # What several ranks have of a key head is added up before it is rounded.
+        shared = head_costs.keys_are_shared(self._stages[0], key_heads)
+        self.key_grad_dtype = wide_dtype(key.dtype) if shared else key.dtype
         # The sequence of the groups, and this rank's place in it.
         self.schedule, across = alone, None
         if not everyone:
             self.schedule = schedule.across
             across = SubRing(ring, range(self._rank, ring.world_size, ranks))
-        self._across = replace(job, ring=across, geometry=schedule.coarse(geometry))
+        self._across = replace(
+            job, ring=across, geometry=schedule.coarse(geometry), key_grad_dtype=self.key_grad_dtype
+        )
 
     def run(self, name: str, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], compute):
         """Yield what goes home from each stage, a stage later, so that it may be there.
 
-        ``compute`` gets a stage and all rows of its heads, and starts what goes home. Every rank
-        comes by the same collectives in the same order.
+        ``compute`` gets a stage and all rows of its heads, and gives what goes home: lists of
+        tensors for :class:`Homeward`, and whether they have the keys' rows. Every rank comes by the
+        same collectives in the same order.
         """
         arriving, going = self._start(self._stages[0], of_rows, of_keys), None
         for number, stage in enumerate(self._stages, 1):
@@ -189,8 +197,10 @@ class _Team:
                 arriving = self._start(self._stages[number], of_rows, of_keys)
             tensors = [x for message in here for x in message.wait()]
             with part(f"{name}[stage {number}/{len(self._stages)}]"):
-                started = compute(stage, *tensors)
+                results = compute(stage, *tensors)
             del here, tensors
+            started = [self._home(stage, *result) for result in results]
+            del results
             if going is not None:
                 yield going
             going = started
@@ -206,9 +216,12 @@ class _Team:
         shape = self._wire(stage, dealt, keys_rows)
         return Outward(self._ring, shape, [x for x, _ in dealt], self._orders[keys_rows])
 
-    def home(self, stage, pieces: Sequence[Sequence[Tensor]], of_keys: bool = False) -> Homeward:
-        """Start sending all rows of own heads home."""
-        shape = self._wire(stage, [(x[0], of_keys) for x in pieces], of_keys)
+    def _home(self, stage, pieces: Sequence[Sequence[Tensor]], of_keys: bool) -> Homeward:
+        heads = tuple(x.key if of_keys else x.query for x in stage)
+        parts = tuple(
+            Part(self.key_grad_dtype if of_keys else x.dtype, x.size(-1), heads) for x, *_ in pieces
+        )
+        shape = wire(self._batch, self._lengths[of_keys], self._rank, parts)
         return Homeward(self._ring, shape, pieces, self._orders[of_keys])
 
     def _wire(self, stage, tensors, keys_rows: bool) -> Wire:

@@ -77,7 +77,9 @@ def backward(
     keys = TravellingKeys(key, value, job)
     travelling = None
     if key_grad:
-        travelling = TravellingGradient(key, value, job.geometry, job.rank, job.ring)
+        travelling = TravellingGradient(
+            key, value, job.geometry, job.rank, job.ring, job.key_grad_dtype
+        )
     for tiles in each_hop("ring_backward", hops):
         with keys.moving_on():
             shares = backward_block(

@@ -141,8 +141,10 @@ class Outward:
             self._work = ring.start_all_to_all(self._send, self._receive, wire.own, wire.all)
 
     def wait(self) -> list[Tensor]:
+        """Key, query or whatever was sent, ``(B, heads, all rows, dim)`` views of one buffer."""
         self._work.wait()
-        self._send, buffer = None, self._receive
+        buffer = self._receive
+        self._send = self._receive = None
         if self._order is not None and buffer.numel():
             ordered = torch.empty_like(buffer)
             rows = self._order.there.size(-1)
@@ -180,7 +182,11 @@ class Homeward:
         if len(pieces) != 1 or len(pieces[0]) != 1:
             return None
         rows = pieces[0][0].permute(2, 0, 1, 3)
-        if not rows.is_contiguous() or rows.nbytes != sum(self._wire.all):
+        if (
+            rows.dtype is not self._wire.parts[0].dtype
+            or not rows.is_contiguous()
+            or rows.nbytes != sum(self._wire.all)
+        ):
             return None
         return rows.view(-1).view(torch.uint8)
 
