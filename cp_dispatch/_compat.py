@@ -64,11 +64,18 @@ __all__ = [
     "resolve_group",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
+    "symmetric_memory",
     "torch_context_parallel_is_on",
 ]
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Buffers that the ranks of a group address; None in a torch without them.
+try:
+    from torch._C._distributed_c10d import _SymmetricMemory as symmetric_memory
+except ImportError:
+    symmetric_memory = None
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice

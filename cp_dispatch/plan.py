@@ -129,6 +129,11 @@ class Plan:
         return BACKENDS[self.backend].output_dtype(self.dtype).itemsize
 
     @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of a kernel's gradients."""
+        return BACKENDS[self.backend].gradient_dtype(self.dtype).itemsize
+
+    @property
     def lse_itemsize(self) -> int:
         """Bytes of an element of a logsumexp."""
         return BACKENDS[self.backend].logsumexp_dtype(self.dtype).itemsize

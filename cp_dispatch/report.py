@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.schedules.gather import plan_of
+from cp_dispatch.schedules.gather_plan import parcels_of, plan_of
 from cp_dispatch.schedules.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -64,12 +64,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     outputs = *_outputs(plan), _outputs(plan)[0]
     if plan.schedule in GATHERS:
         gathers = _gathers(plan)
-        sums = [
-            Transfer(
-                "reduce_scatter", "dK, dV", size * wide // plan.dtype.itemsize * plan.world_size
-            )
-            for _, _, size in gathers
-        ]
+        sums = [Transfer("all_to_all", "dK, dV", _shares_sent(plan, rank))]
         if plan.schedule == "gather":
             return gathers + sums
         what = "halves of query, output, its gradient, logsumexp"
@@ -106,6 +101,13 @@ def _gathers(plan: Plan) -> list[Transfer]:
     pieces = plan_of(plan.geometry, 0).pieces
     size = plan.key_row_bytes * key[2] // pieces
     return [Transfer("all_gather", "key, value", size)] * pieces
+
+
+def _shares_sent(plan: Plan, rank: int) -> int:
+    """Bytes of dK and dV that a rank sends to the owners of gathered keys."""
+    owners = (owner for owner in range(plan.world_size) if owner != rank)
+    rows = sum(x.length for owner in owners for x in parcels_of(plan.geometry, rank, owner))
+    return rows * plan.key_row_bytes // plan.dtype.itemsize * plan.gradient_itemsize
 
 
 def _inputs(plan: Plan) -> tuple[int, ...]:
@@ -145,11 +147,11 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     merging = 2 * kernel + output * wide + rows * plan.lse_itemsize
     summing = kernel_grads + dq * (narrow + wide) + dkv * narrow
     if plan.schedule in GATHERS:
-        # The message, the gathered keys, and in the backward their wide gradients, those that the
-        # largest span's kernel gives, and what comes of them.
+        # The message, the gathered keys, and in the backward their gradients as the kernels give
+        # them, as they are sent and as they come.
         gathered = (plan.world_size + 1) * dkv * narrow
         exchanged = (dq * 2 + output * 4) * narrow * (plan.schedule != "gather")
-        sums = (plan.world_size + 1) * dkv * wide + plan.world_size * dkv * narrow
+        sums = 3 * plan.world_size * dkv * plan.gradient_itemsize
         return gathered + merging + exchanged, gathered + sums + summing + exchanged
     if plan.schedule in RINGS:
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0

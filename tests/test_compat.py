@@ -114,6 +114,12 @@ def test_all_gather_single(mesh):
     assert torch.equal(gathered, torch.arange(3.0))
 
 
+def test_symmetric_memory():
+    # Its buffers need GPUs; tests/gpu have them.
+    for name in ("empty_strided_p2p", "rendezvous", "get_buffer"):
+        assert callable(getattr(_compat.symmetric_memory, name))
+
+
 def test_group_name(mesh):
     group = mesh.get_group(0)
     assert _compat.group_name(group) == group.group_name

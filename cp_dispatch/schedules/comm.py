@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
+from cp_dispatch.schedules.mailbox import Mailbox, mailbox
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
@@ -31,6 +31,7 @@ class Ring:
         self.group = _communicator(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._device = device
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
 
     def mark(self) -> torch.cuda.Event | None:
@@ -68,13 +69,6 @@ class Ring:
         outgoing[to], incoming[source] = send.numel(), receive.numel()
         return self._all_to_all(send, receive, outgoing, incoming)
 
-    def start_all_to_all(
-        self, send: Tensor, receive: Tensor, outgoing: list[int], incoming: list[int]
-    ) -> dist.Work:
-        """Start sending every rank its part of the flat ``send``, of as many elements as
-        ``outgoing`` says, while ``receive`` takes what comes from each. As :meth:`shift`."""
-        return self._all_to_all(send, receive, outgoing, incoming)
-
     def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
@@ -84,14 +78,17 @@ class Ring:
         """Start gathering the flat ``send`` of all ranks, one after the other, in ``receive``."""
         return all_gather_single(receive, send, group=self.group, async_op=True)
 
-    def start_reduce_scatter(self, send: Tensor, receive: Tensor) -> dist.Work | _Sum:
-        """Start summing the flat ``send`` of all ranks; this rank's part comes in ``receive``."""
-        if dist.get_backend(self.group) == "nccl":
-            return dist.reduce_scatter_tensor(receive, send, group=self.group, async_op=True)
-        # Not every other backend has a reduce-scatter.
-        parts = torch.empty_like(send)
-        work = dist.all_to_all_single(parts, send, group=self.group, async_op=True)
-        return _Sum(work, parts.view(self.world_size, -1), receive)
+    def exchange_all(
+        self, send: Tensor, sizes: list[int], receive: Tensor, coming: list[int]
+    ) -> dist.Work:
+        """Start sending ``sizes[r]`` elements of the flat ``send`` to every rank r, while
+        ``coming[r]`` come from it, in the order of the ranks. As :meth:`shift`."""
+        sizes, coming = ([n * send.itemsize for n in x] for x in (sizes, coming))
+        return self._all_to_all(send.view(torch.uint8), receive.view(torch.uint8), sizes, coming)
+
+    def mailbox(self, name: str, size: int) -> Mailbox | None:
+        """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
+        return mailbox(self.group, self._device, name, size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked in a new first dim."""
@@ -126,22 +123,13 @@ class SubRing(Ring):
             spread.append(everyone)
         return self._whole._all_to_all(send, receive, *spread)
 
+    def mailbox(self, name: str, size: int) -> None:
+        """None: not every rank of the group asks."""
+
     def _refuse(self, *_):
         raise NotImplementedError("the group is the whole ring's; only moves and all-to-alls fit")
 
-    start_all_gather = start_reduce_scatter = all_gather = all_reduce = _refuse
-
-
-class _Sum(NamedTuple):
-    """The second half of a reduce-scatter: adding what came."""
-
-    work: dist.Work
-    parts: Tensor
-    into: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, 0, out=self.into)
+    start_all_gather = all_gather = all_reduce = _refuse
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cp_dispatch.backends import BACKENDS, wide_dtype
+from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span
 from cp_dispatch.schedules.head_shares import Share, head_shares, most_stages
 from cp_dispatch.schedules.transfer import Transfer
@@ -44,9 +44,15 @@ def stages(
     )
 
 
-def keys_are_shared(stage: tuple[Share, ...], key_heads: int) -> bool:
-    """Whether some key head is on several ranks."""
-    return sum(share.key.length for share in stage) > key_heads
+def key_grad_dtype(
+    stage: tuple[Share, ...], key_heads: int, backend: Backend, dtype: torch.dtype, alone: bool
+) -> torch.dtype:
+    """Of dK and dV on their way home: wide where several ranks have a share of one key head that
+    is not yet rounded, by a kernel that is ``alone`` with it or at the end of a ring."""
+    shared = sum(share.key.length for share in stage) > key_heads
+    if shared and not alone:
+        return wide_dtype(dtype)
+    return backend.gradient_dtype(dtype) if shared else dtype
 
 
 class Messages:
@@ -72,6 +78,11 @@ class Messages:
         count = stages(geometry, self._batch, shapes, plan.dtype, ranks)
         self.stages = head_shares(heads, key_heads, ranks, count)
 
+    def key_grad_dtype(self, stage) -> torch.dtype:
+        plan = self.plan
+        alone = self._schedule.across is None
+        return key_grad_dtype(stage, plan.shards[1][1], BACKENDS[plan.backend], plan.dtype, alone)
+
     def of_stage(self, stage, backward: bool) -> tuple[list[Transfer], list[Transfer]]:
         """There and back, in order."""
         dtype, (dim, _, value_dim) = self.plan.dtype, self._dims
@@ -83,10 +94,8 @@ class Messages:
         if backward:
             rows += [out, out, self._lse]
             names = "query, its output, gradient and logsumexp"
-            wide = dtype
-            if keys_are_shared(stage, self.plan.shards[1][1]):
-                wide = wide_dtype(dtype)
-            sums = [(wide, dim), (wide, value_dim)]
+            of_keys = self.key_grad_dtype(stage)
+            sums = [(of_keys, dim), (of_keys, value_dim)]
             back = [("dQ", rows[:1], False), ("dK, dV", sums, True)]
         if self._one_side:
             there = [(f"{names}, key, value", rows, keys, False)]
@@ -138,7 +147,7 @@ class Messages:
                 dataclasses.replace(
                     plan, schedule=self._schedule.across_name, ring_shape=(coarse.world_size,),
                     shards=shards, owners=coarse, head_ranks=1,
-                    wide_key_grads=keys_are_shared(stage, plan.shards[1][1]),
+                    wide_key_grads=self.key_grad_dtype(stage) is not plan.dtype,
                 )
             )  # fmt: skip
         return found
@@ -168,11 +177,11 @@ def extra_bytes(schedule, plan: Plan) -> tuple[int, int]:
     ranks, count = schedule.ranks or plan.world_size, len(messages.stages)
     # Of the group's rows and this rank's heads: about as many as its rows of all heads.
     share = max(s.key.length for s in messages.stages[0]) * count * ranks / key[1]
-    narrow, wide = plan.dtype.itemsize, wide_dtype(plan.dtype).itemsize
+    narrow = plan.dtype.itemsize
     dq, output = math.prod(query), math.prod(query[:3]) * value[3]
     dkv = math.prod(key) + math.prod(value)
     results = output * plan.kernel_itemsize + math.prod(query[:3]) * plan.lse_itemsize
-    of_keys = wide if share > 1 else narrow
+    of_keys = messages.key_grad_dtype(messages.stages[0]).itemsize
     inputs, gradients = (dq + dkv * share) * narrow, dq * narrow + dkv * share * of_keys
     permuted = plan.layout is not None and plan.is_causal
     sums = dkv * of_keys + dq * narrow

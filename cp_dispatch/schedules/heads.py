@@ -28,7 +28,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span, laid_out
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import alone, head_costs
@@ -171,9 +170,9 @@ class _Team:
         shapes = tuple((x.size(1), x.size(-1)) for x in (query, key, value))
         count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks)
         self._stages = head_shares(heads, key_heads, ranks, count)
-        # What several ranks have of a key head is added up before it is rounded.
-        shared = head_costs.keys_are_shared(self._stages[0], key_heads)
-        self.key_grad_dtype = wide_dtype(key.dtype) if shared else key.dtype
+        self.key_grad_dtype = head_costs.key_grad_dtype(
+            self._stages[0], key_heads, job.backend, key.dtype, alone=everyone
+        )
         # The sequence of the groups, and this rank's place in it.
         self.schedule, across = alone, None
         if not everyone:

@@ -29,10 +29,10 @@ def geometry(
 
 def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`cp_dispatch.schedules.ring.forward`."""
-    query, key, value = to_pairs(job.ring, query, key, value)
+    query, key, value = to_pairs(job.ring, query, key, value).finish()
     output, logsumexp = ring.forward(job, query, key, value)
     del query, key, value
-    output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1))
+    output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1)).finish()
     return output, logsumexp.squeeze(-1).contiguous()
 
 
@@ -50,12 +50,12 @@ def backward(
     """As :func:`cp_dispatch.schedules.ring.backward`."""
     *tensors, logsumexp = to_pairs(
         job.ring, grad_output, query, key, value, output, logsumexp.unsqueeze(-1)
-    )
+    ).finish()
     logsumexp = logsumexp.squeeze(-1).contiguous()
     dq, dk, dv, grad_mask = ring.backward(job, *tensors, logsumexp, key_grad, mask_grad)
     del tensors, logsumexp
     if key_grad:
-        dq, dk, dv = to_natural(job.ring, dq, dk, dv)
+        dq, dk, dv = to_natural(job.ring, dq, dk, dv).finish()
     else:
-        (dq,) = to_natural(job.ring, dq)
+        (dq,) = to_natural(job.ring, dq).finish()
     return dq, dk, dv, grad_mask

@@ -138,7 +138,7 @@ class Outward:
         # waited, although the side stream fills them.
         with ring.after(ring.mark()):
             _copy(wire.own_pairs(self._send, tensors))
-            self._work = ring.start_all_to_all(self._send, self._receive, wire.own, wire.all)
+            self._work = ring.exchange_all(self._send, wire.own, self._receive, wire.all)
 
     def wait(self) -> list[Tensor]:
         """Key, query or whatever was sent, ``(B, heads, all rows, dim)`` views of one buffer."""
@@ -175,7 +175,7 @@ class Homeward:
         with ring.after(ring.mark()):
             if not ready:
                 self._pack(pieces, order)
-            self._work = ring.start_all_to_all(self._send, self._receive, wire.all, wire.own)
+            self._work = ring.exchange_all(self._send, wire.all, self._receive, wire.own)
 
     def _as_it_is(self, pieces) -> Tensor | None:
         """The one tensor's memory, where it is that of the message."""
