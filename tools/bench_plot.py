@@ -32,7 +32,7 @@ def curves(rows: Sequence[dict], axis: str) -> dict[tuple, dict[str, list[tuple[
         panel = panels.setdefault((row["mode"], row[other], *shape), {})
         panel.setdefault(row["implementation"], {})[row[axis]] = 0.0 if failed else row["kept"]
     return {
-        key: {name: sorted(points.items()) for name, points in panel.items()}
+        key: {name: sorted(points.items()) for name, points in panel.items() if len(points) > 1}
         for key, panel in panels.items()
         if any(len(points) > 1 for points in panel.values())
     }
@@ -69,9 +69,10 @@ def draw(rows: Sequence[dict], path: pathlib.Path, caption: str = "") -> int:
         axes = figure.add_subplot(lines, columns, number)
         for name, points in panel.items():
             shade = f"C{names.index(name) % 10}"
-            style = {"cp_dispatch": "-", "torch": "--"}.get(name.split()[0], ":")
+            marker = ".sv^"[names.index(name) // 10]
+            style = "-" if name.startswith("cp_dispatch") else "--" if "torch" in name else ":"
             ran = [(x, kept * 100) for x, kept in points if kept > 0]
-            axes.plot(*zip(*ran, strict=True) if ran else ([], []), style, marker=".",
+            axes.plot(*zip(*ran, strict=True) if ran else ([], []), style, marker=marker,
                       color=shade, label=name)  # fmt: skip
             failed = [x for x, kept in points if kept == 0]
             axes.plot(failed, [0] * len(failed), "x", color=shade)
