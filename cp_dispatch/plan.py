@@ -24,6 +24,7 @@ from cp_dispatch.normalize import (
     without_causal_bias,
 )
 from cp_dispatch.options import Options
+from cp_dispatch.planner import choose, constants_here, with_predictions
 from cp_dispatch.refusal import (
     context_dims,
     form_refusals,
@@ -31,6 +32,8 @@ from cp_dispatch.refusal import (
     unsharded_refusals,
 )
 from cp_dispatch.report import (
+    GATHERS,
+    RINGS,
     Transfer,
     backward_transfers,
     describe,
@@ -38,7 +41,6 @@ from cp_dispatch.report import (
     forward_transfers,
 )
 from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.settle import settle
 from cp_dispatch.sharding import sequence_kinds, target_placements
 from cp_dispatch.why_not import reasons_against
 
@@ -70,6 +72,8 @@ class Plan:
         dtype: theirs.
         owners: the geometry, where it is not that of the schedule but of groups of ranks.
         wide_key_grads: dK and dV come out wide, for ranks have yet to add theirs up.
+        predictions: ``(schedule, seconds forward, seconds backward)`` of every schedule that the
+            call could have, where its kind of GPU has been measured; ``explain`` has it.
     """
 
     handler: str
@@ -91,11 +95,17 @@ class Plan:
     across: str = ""
     owners: Geometry | RowGeometry | None = None
     wide_key_grads: bool = False
+    predictions: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
 
     @property
     def world_size(self) -> int:
         """How many ranks share the sequence."""
         return math.prod(self.ring_shape)
+
+    @property
+    def can_choose(self) -> bool:
+        """Whether query and key are sharded alike, so that there are several schedules."""
+        return self.schedule in (*RINGS, *GATHERS, "ulysses", "hybrid")
 
     @property
     def op_schedule(self) -> str:
@@ -287,9 +297,19 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
     )
     if schedule != "ring":
         return plan
+    device = local.device_type
+    return choose(
+        plan, options.schedule, device, call.attn_mask is not None, _own_rows(call, plan),
+        constants_here(device), local.needs_grad,
+    )  # fmt: skip
+
+
+def _own_rows(call: Call, plan: Plan) -> bool:
+    """Whether each rank has its own rows of a mask and no others."""
     mask = call.attn_mask
-    own_rows = mask is not None and mask.shape[2] > 1 and (not layout or "rows" in plan.mask_order)
-    return settle(plan, options.schedule, local.device_type, mask is not None, own_rows)
+    if mask is None or mask.shape[2] == 1:
+        return False
+    return plan.layout is None or "rows" in plan.mask_order
 
 
 def _local_call(call: Call) -> LocalCall:
@@ -371,4 +391,6 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
     four = four_dims(without_causal_bias(call))
     plan = _in_words(make_plan(current_options(), four), four)
+    if plan.handler == "cp_dispatch" and four.attn_mask is None:
+        plan = with_predictions(plan, query.device_mesh.device_type, False)
     return dataclasses.replace(plan, call=call.describe())

@@ -193,7 +193,7 @@ def describe(plan: Plan) -> str:
     if plan.layout is not None:
         layout = [f"  in the layout of {line}" for line in plan.layout.explain().splitlines()[:1]]
         head = "\n".join([head, *layout])
-    return "\n".join([head, given, *_costs(plan), *why, *against])
+    return "\n".join([head, given, *_costs(plan), *_times(plan), *why, *against])
 
 
 def _costs(plan: Plan) -> list[str]:
@@ -213,6 +213,17 @@ def _costs(plan: Plan) -> list[str]:
             lines.append(line)
     forward, backward = (size / mib for size in extra_bytes(plan))
     lines.append(f"  extra memory about: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
+    return lines
+
+
+def _times(plan: Plan) -> list[str]:
+    """Predicted times of every schedule, the fastest forward and backward first."""
+    if not plan.predictions:
+        return []
+    lines = ["  predicted, ms           forward  backward"]
+    for name, forward, backward in sorted(plan.predictions, key=lambda x: x[1] + x[2]):
+        mark = " <- this" if name == plan.op_schedule else ""
+        lines.append(f"    {name:20s} {forward * 1e3:8.3f}  {backward * 1e3:8.3f}{mark}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.util
 import pathlib
@@ -9,6 +10,8 @@ import sys
 
 import pytest
 import torch
+
+from tests.test_costs import constants
 
 TOOLS = pathlib.Path(__file__).parents[1] / "tools"
 
@@ -73,3 +76,15 @@ def test_failures_are_rows():
         "error": "out of memory"
     }
     assert bench.failure(RuntimeError("a\n  b")) == {"error": "a b"}
+
+
+def test_predicted_table():
+    """Every schedule that fits, the best one bold; more ranks than heads leave no ulysses."""
+    predict = load("predict_table")
+    predict.RANKS = (8, 64)
+    args = argparse.Namespace(backend="flash", heads=(32, 8), head_dim=128, tokens=[1024])
+    few, many = predict.table(constants(), args).splitlines()[2:4]
+    assert few.startswith("| 1,024 | 8 |") and few.count("**") == 2 and "not fit" not in few
+    assert many.split("|")[5].strip() == "does not fit" and many.count("%") == 3
+    predict.MEMORY = 0
+    assert not predict.row(constants(), 1024, 8, args)

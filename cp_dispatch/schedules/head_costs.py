@@ -10,7 +10,7 @@ import torch
 
 from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span
-from cp_dispatch.schedules.head_shares import Share, head_shares, most_stages
+from cp_dispatch.schedules.head_shares import Segment, Share, head_shares, most_stages
 from cp_dispatch.schedules.transfer import Transfer
 from cp_dispatch.schedules.wire import Part, wire
 
@@ -125,6 +125,10 @@ class Messages:
         what = f"heads of {what}"
         return Transfer("all_to_all", what, sum(sizes) - sizes[self._rank])
 
+    def segments(self, stage) -> tuple[Segment, ...]:
+        """This rank's kernel calls of a stage."""
+        return stage[self._rank].segments
+
     def across(self, stage) -> list[Plan]:
         """The plans of the schedule among groups, one for each kernel call of a stage."""
         if self._schedule.across is None:
@@ -135,7 +139,7 @@ class Messages:
             max(length(r) for r in range(coarse.world_size))
             for length in (coarse.query_length, coarse.key_length)
         )
-        for query, key in stage[self._rank].segments:
+        for query, key in self.segments(stage):
             shards = tuple(
                 (self._batch, heads, length, shape[3])
                 for heads, length, shape in zip(

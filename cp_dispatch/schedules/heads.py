@@ -139,6 +139,10 @@ class Heads:
             dk, dv = (x.copy_(total) for x, total in zip(narrow, (dk, dv), strict=True))
         return dq, dk, dv, grad_mask
 
+    def messages(self, plan, rank: int) -> head_costs.Messages:
+        """What a plan with this schedule moves on a rank."""
+        return head_costs.Messages(self, plan, rank)
+
     transfers = head_costs.transfers
     extra_bytes = head_costs.extra_bytes
     blocks = head_costs.blocks
