@@ -80,7 +80,7 @@ def _job(
     is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
     layout, mask_order,
 ) -> Job:  # fmt: skip
-    ring = Ring(resolve_group(group_name), query.device) if group_name else None
+    ring = Ring.of(resolve_group(group_name), query.device) if group_name else None
     if ring is not None and ring.world_size == 1:
         ring = None
     dropout = None

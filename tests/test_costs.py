@@ -30,9 +30,10 @@ def constants(rate=RATE, bandwidth=250e9, memory=2e12, slowdown=1.0, floors=None
     if push:
         moves["push"] = line(bandwidth)
     curves = {name: line(rate) for name in KERNELS}
+    about = {"ranks": 4, "torch": "2", "date": "today"}
     return Constants(
-        "A GPU", {"ranks": 4, "torch": "2", "date": "today"}, {"flash": {64: curves, 128: curves}}, moves, line(memory),
-        line(memory), floors or {}, slowdown,
+        "A GPU", about, {"flash": {64: curves, 128: curves}}, moves, line(memory), line(memory),
+        floors or {}, slowdown,
     )  # fmt: skip
 
 

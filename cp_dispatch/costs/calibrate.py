@@ -74,7 +74,7 @@ class Clock:
 def measure(device: torch.device, quick: bool = False, say=lambda words: None) -> Constants:
     """The constants of the GPUs of all ranks, of one kind and on one host. Collective."""
     clock = Clock(device, 2 if quick else 7)
-    ring = Ring(dist.group.WORLD, device)
+    ring = Ring.of(dist.group.WORLD, device)
     backends = [b for b in BACKENDS.values() if device.type in b.devices and b.name != "math"]
     found = {}
     for backend in backends:
@@ -172,9 +172,8 @@ def _moves(ring: Ring, sizes, clock: Clock) -> Iterable[tuple[str, Curve]]:
         targets = [box.at(peer, ring.rank * own, own, torch.uint8)[None] for peer in peers]
 
         def step():
-            with ring.after(ring.mark()):
-                box.open()
-                box.push(targets, [source[None]] * others)
+            box.open()
+            box.push(targets, [source[None]] * others, ready_at_open=True)
             box.wait()
             box.release()
 

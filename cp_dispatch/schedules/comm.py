@@ -14,6 +14,8 @@ from cp_dispatch.schedules.mailbox import Mailbox, mailbox
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
+_rings: dict[tuple, tuple[dist.ProcessGroup, Ring]] = {}
+
 
 class Ring:
     """The ranks of one process group in a circle: rank r sends to r + 1, receives from r - 1.
@@ -27,11 +29,20 @@ class Ring:
     that overlaps with it second, and the GPU does not idle while the host prepares the shift.
     """
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Ring:
+        """The ring of a group, one for each and device."""
+        key = group.group_name, device
+        known = _rings.get(key)
+        # Group names repeat after destroy_process_group, and in threads.
+        if known is None or known[0] is not group:
+            known = _rings[key] = (group, cls(group, device))
+        return known[1]
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = _communicator(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._device = device
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
 
     def mark(self) -> torch.cuda.Event | None:
@@ -88,7 +99,7 @@ class Ring:
 
     def mailbox(self, name: str, size: int) -> Mailbox | None:
         """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
-        return mailbox(self.group, self._device, name, size)
+        return mailbox(self.group, self.stream, name, size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked in a new first dim."""

@@ -20,6 +20,7 @@ is at home (:mod:`cp_dispatch.schedules.key_shares`).
 
 from __future__ import annotations
 
+import functools
 import math
 
 from torch import Tensor
@@ -50,8 +51,7 @@ class _Gather:
     ) -> Geometry:
         if not self.mirrored:
             return laid_out(query_length, key_length, ring_shape, causal, layout)
-        queries = pair_spans(int(query_length), math.prod(ring_shape))
-        return Geometry(queries, chunk_spans(key_length, ring_shape), causal)
+        return _mirrored(int(query_length), int(key_length), tuple(ring_shape), causal)
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
@@ -143,6 +143,14 @@ class _Gather:
         if self.mirrored:
             (dq,) = to_natural(job.ring, dq).finish()
         return dq, dk, dv, grad_mask
+
+
+@functools.lru_cache(maxsize=256)
+def _mirrored(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
+    queries = pair_spans(query_length, math.prod(ring_shape))
+    return Geometry(queries, chunk_spans(key_length, ring_shape), causal)
 
 
 def _for_home(exchange: Exchange, own: tuple[Tile, ...]) -> list[Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gather_plan import plan_of, slots_of
-from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 
 
 def gathered_keys(
@@ -88,52 +89,65 @@ class PushedKeys:
     """
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
-        self._tensors, self._geometry = (key, value), geometry
-        self._ring, self._box = ring, box
+        self._tensors, self._box = (key, value), box
+        place = geometry, key.shape, value.shape, key.dtype
+        rooms = box.views.get(place)
+        if rooms is None:
+            box.forget_many()
+            rooms = box.views[place] = _Rooms(key, value, geometry, ring, box)
+        self._rooms = rooms
 
     @contextlib.contextmanager
     def coming(self):
-        """As :meth:`GatheredKeys.coming`; the host is done so soon that the copies go first."""
-        with self._ring.after(self._ring.mark()):
-            self._box.open()
-            self._push()
+        """As :meth:`GatheredKeys.coming`."""
+        rooms = self._rooms
+        pieces = [
+            piece for x in rows_for(self._tensors) for piece in x.tensor_split(rooms.pieces, dim=1)
+        ]
+        self._box.open()
         yield
-
-    def _push(self) -> None:
-        ring = self._ring
-        pieces = plan_of(self._geometry, ring.rank).pieces
-        size = self._tensors[0].size(2) // pieces
-        targets, sources = [], []
-        for step in range(ring.world_size):
-            # No two ranks push to one at a time; the nearest first, oneself last.
-            peer = (ring.rank + 1 + step) % ring.world_size
-            views = self._views(peer)
-            for piece in slots_of(self._geometry, peer, ring.rank):
-                slot = ((pieces - 1 - piece) * ring.world_size + ring.rank) * size
-                for view, tensor in zip(views, self._tensors, strict=True):
-                    targets.append(view[:, slot : slot + size])
-                    rows = slice(piece * size, (piece + 1) * size)
-                    sources.append(tensor[:, :, rows].transpose(1, 2))
-        self._box.push(targets, sources)
+        sources = [pieces[index] for index in rooms.sources]
+        self._box.push(rooms.targets, sources, ready_at_open=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredKeys.wait`."""
         self._box.wait()
-        return tuple(view.transpose(1, 2) for view in self._views(self._ring.rank))
+        return self._rooms.own
 
     def release(self) -> None:
         """As :meth:`GatheredKeys.release`."""
         self._box.release()
 
-    def _views(self, rank: int) -> list[Tensor]:
-        views, offset = [], 0
-        for tensor in self._tensors:
-            batch, heads, length, dim = tensor.shape
-            shape = batch, self._ring.world_size * length, heads, dim
-            numel = batch * shape[1] * heads * dim
-            views.append(self._box.at(rank, offset, numel, tensor.dtype).view(shape))
-            offset += _aligned(numel * tensor.itemsize)
-        return views
+
+class _Rooms:
+    """Where keys and values go: ``targets``, from the pieces ``sources`` of first the key and
+    then the value; ``own`` are the views of what comes, ``(B, Hkv, S, D)``."""
+
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+        self.pieces = plan_of(geometry, ring.rank).pieces
+        size = key.size(2) // self.pieces
+        self.targets, self.sources = [], []
+        for step in range(ring.world_size):
+            # No two ranks push to one at a time; the nearest first, oneself last.
+            peer = (ring.rank + 1 + step) % ring.world_size
+            views = _room_views(key, value, ring.world_size, box, peer)
+            for piece in slots_of(geometry, peer, ring.rank):
+                slot = ((self.pieces - 1 - piece) * ring.world_size + ring.rank) * size
+                for index, view in enumerate(views):
+                    self.targets.append(view[:, slot : slot + size])
+                    self.sources.append(index * self.pieces + piece)
+        own = _room_views(key, value, ring.world_size, box, ring.rank)
+        self.own = tuple(view.transpose(1, 2) for view in own)
+
+
+def _room_views(key: Tensor, value: Tensor, world_size: int, box: Mailbox, rank: int):
+    views, offset = [], 0
+    for tensor in (key, value):
+        batch, heads, length, dim = tensor.shape
+        shape = batch, world_size * length, heads, dim
+        views.append(box.at(rank, offset, math.prod(shape), tensor.dtype).view(shape))
+        offset += _aligned(world_size * tensor.nbytes)
+    return views
 
 
 def _room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:

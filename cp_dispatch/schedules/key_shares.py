@@ -8,7 +8,8 @@ dtype would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from cp_dispatch.parts import sum_parts
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
 from cp_dispatch.schedules.gradients import KeyShare
-from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 from cp_dispatch.schedules.pair import Pair
 
 
@@ -26,72 +27,50 @@ class KeyShares:
     """Shares of dK and dV, to every owner of keys and from every rank."""
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype):
-        self._key, self._value, self._geometry, self._ring = key, value, geometry, ring
+        self._key, self._value, self._ring = key, value, ring
         self._pair = Pair(key, value, dtype)
-        self._received: list[KeyShare] = []
-        ranks = range(ring.world_size)
-        self._sent = [self._numel(ring.rank, owner) for owner in ranks]
-        self._coming = [self._numel(rank, ring.rank) for rank in ranks]
-        self._sent[ring.rank] = self._coming[ring.rank] = 0
-        largest = max(
-            sum(self._numel(rank, owner) for rank in ranks if rank != owner) for owner in ranks
-        )
-        self._box = ring.mailbox("gradients", largest * self._pair.dtype.itemsize)
+        self._geometry, self._plan = geometry, _plan_of(geometry, ring.rank)
+        # Elements of one position; none where nothing is computed.
+        self._row = self._pair.numel(1) if key.numel() and value.numel() else 0
+        self._box = ring.mailbox("gradients", self._plan.largest * self._row * dtype.itemsize)
 
     def open(self) -> None:
         """Let the others know that their shares can come; the earlier, the less they wait."""
         if self._box is not None:
-            with self._ring.after(self._ring.mark()):
-                self._box.open()
+            self._box.open()
 
     def start(self, shares: list[KeyShare]) -> None:
         """Start sending the shares of the tiles of gathered keys, in their order."""
-        ring = self._ring
-        self._own = [_part(shares, parcel) for parcel in self._parcels(ring.rank, ring.rank)]
+        plan = self._plan if shares else _NOTHING
+        self._own = [_part(shares, parcel) for parcel in plan.own]
         if self._box is None:
             self._send_in_one_message(shares)
-        else:
-            self._push(shares, self._box)
+            return
+        targets, self._arrived = self._places(self._box)
+        parts = [_part(shares, parcel) for _, _, parcel in plan.outgoing]
+        sources = rows_for(x for part in parts for x in (part.dk, part.dv))
+        self._box.push(targets if shares else [], sources)
 
     def _send_in_one_message(self, shares: list[KeyShare]) -> None:
-        ring, pair = self._ring, self._pair
-        send, self._buffer = (
-            self._key.new_empty(sum(sizes), dtype=pair.dtype)
-            for sizes in (self._sent, self._coming)
-        )
+        pair, plan = self._pair, self._plan
+        sizes, coming = ([n * self._row for n in x] for x in (plan.sent, plan.coming))
+        send, received = (
+            self._key.new_empty(sum(x), dtype=pair.dtype) for x in (sizes, coming)
+        )  # fmt: skip
         at = 0
-        for owner in range(ring.world_size):
-            for parcel in self._parcels(ring.rank, owner) if owner != ring.rank else ():
-                share, size = _part(shares, parcel), pair.numel(parcel.length)
-                pair.pack(share.dk, share.dv, send[at : at + size])
-                at += size
-        self._work = ring.exchange_all(send, self._sent, self._buffer, self._coming)
-
-    def _push(self, shares: list[KeyShare], box: Mailbox) -> None:
-        ring, pair = self._ring, self._pair
-        targets, sources = [], []
-        for step in range(1, ring.world_size):
-            owner = (ring.rank + step) % ring.world_size  # no two ranks push to one at a time
-            at = sum(self._numel(rank, owner) for rank in range(ring.rank) if rank != owner)
-            for parcel in self._parcels(ring.rank, owner):
-                share, size = _part(shares, parcel), pair.numel(parcel.length)
-                room = box.at(owner, at * pair.dtype.itemsize, size, pair.dtype)
-                for view, part in zip(
-                    pair.views(room, parcel.length), (share.dk, share.dv), strict=True
-                ):
-                    targets.append(view.transpose(1, 2))
-                    sources.append(part.transpose(1, 2))
-                at += size
-        with ring.after(ring.mark()):
-            box.push(targets, sources)
-        self._buffer = box.at(ring.rank, 0, sum(self._coming), pair.dtype)
-        self._work = box
+        # In the order of the owners, whichever is the nearest.
+        for _, _, parcel in sorted(plan.outgoing) if shares else ():
+            part, numel = _part(shares, parcel), pair.numel(parcel.length)
+            pair.pack(part.dk, part.dv, send[at : at + numel])
+            at += numel
+        self._arrived = self._views(received)
+        self._work = self._ring.exchange_all(send, sizes, received, coming)
 
     def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, with the shares of what it computed at home, in
         their dtype, token-major."""
-        self._work.wait()
-        parts = [*shares, *self._own, *self._arrived()]
+        (self._box or self._work).wait()
+        parts = [*shares, *self._own, *self._arrived]
         sums = []
         for like, part in ((self._key, 0), (self._value, 1)):
             total = token_major(*like.shape, like=like)
@@ -101,20 +80,72 @@ class KeyShares:
             self._box.release()
         return tuple(sums)
 
-    def _arrived(self) -> Iterable[KeyShare]:
-        at = 0
-        for rank in range(self._ring.world_size):
-            for parcel in self._parcels(rank, self._ring.rank) if rank != self._ring.rank else ():
-                size = self._pair.numel(parcel.length)
-                views = self._pair.views(self._buffer[at : at + size], parcel.length)
-                yield KeyShare(*views, parcel.place, None)
-                at += size
+    def _places(self, box: Mailbox) -> tuple[list[Tensor], list[KeyShare]]:
+        """Where shares go, token-major, and those that come."""
+        pair, plan = self._pair, self._plan
+        place = self._geometry, self._key.shape, self._value.shape, pair.dtype
+        found = box.views.get(place)
+        if found is None:
+            box.forget_many()
+            targets = []
+            for owner, at, parcel in plan.outgoing:
+                offset = at * self._row * pair.dtype.itemsize
+                room = box.at(owner, offset, pair.numel(parcel.length), pair.dtype)
+                targets += [view.transpose(1, 2) for view in pair.views(room, parcel.length)]
+            coming = box.at(self._ring.rank, 0, sum(plan.coming) * self._row, pair.dtype)
+            found = box.views[place] = targets, self._views(coming)
+        return found
 
-    def _parcels(self, rank: int, owner: int) -> tuple[Parcel, ...]:
-        return parcels_of(self._geometry, rank, owner) if self._pair.numel(1) else ()
+    def _views(self, received: Tensor) -> list[KeyShare]:
+        pair, shares, at = self._pair, [], 0
+        for parcel in self._plan.incoming if self._row else ():
+            numel = pair.numel(parcel.length)
+            views = pair.views(received[at : at + numel], parcel.length)
+            shares.append(KeyShare(*views, parcel.place, None))
+            at += numel
+        return shares
 
-    def _numel(self, rank: int, owner: int) -> int:
-        return sum(self._pair.numel(parcel.length) for parcel in self._parcels(rank, owner))
+
+class _Plan(NamedTuple):
+    """Of one rank: its parcels for others ``(owner, position where they go there, parcel)``, the
+    nearest owner first, those for itself, and those that come, in the order of the ranks; positions
+    sent to each rank and coming from each; and the most that come to any rank."""
+
+    outgoing: tuple[tuple[int, int, Parcel], ...]
+    own: tuple[Parcel, ...]
+    incoming: tuple[Parcel, ...]
+    sent: tuple[int, ...]
+    coming: tuple[int, ...]
+    largest: int
+
+
+_NOTHING = _Plan((), (), (), (), (), 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of(geometry: Geometry, rank: int) -> _Plan:
+    ranks = range(geometry.world_size)
+
+    def positions(sender: int, owner: int) -> int:
+        if sender == owner:
+            return 0
+        return sum(parcel.length for parcel in parcels_of(geometry, sender, owner))
+
+    outgoing = []
+    for step in ranks[1:]:
+        owner = (rank + step) % len(ranks)  # no two ranks push to one at a time
+        at = sum(positions(sender, owner) for sender in range(rank))
+        for parcel in parcels_of(geometry, rank, owner):
+            outgoing.append((owner, at, parcel))
+            at += parcel.length
+    return _Plan(
+        tuple(outgoing),
+        parcels_of(geometry, rank, rank),
+        tuple(p for sender in ranks if sender != rank for p in parcels_of(geometry, sender, rank)),
+        tuple(positions(rank, owner) for owner in ranks),
+        tuple(positions(sender, rank) for sender in ranks),
+        max(sum(positions(sender, owner) for sender in ranks) for owner in ranks),
+    )
 
 
 def _part(shares: list[KeyShare], parcel: Parcel) -> KeyShare:

@@ -4,14 +4,16 @@ NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gat
 beside them costs as much time as one that runs alone. Copy engines cost next to nothing. What they
 need is memory that peers can address (torch's symmetric memory, without multicast) and a way to
 wait for each other without a kernel: flags that a stream writes in a peer's memory and that the
-peer's stream waits for.
+peer's stream waits for. One stream carries all copies of a device, so that they are in order.
 
 Note [Flags of a mailbox]: for each pair of ranks there are two, each with one writer and one
 reader, who puts it back to 0. One step of the protocol, alike on every rank and in one stream::
 
-    open   raise "free for you" at every peer, once what was here has been read
-    push   take "free for me" of every peer, copy, raise "full" at every peer
-           take "full" of every peer
+    open     raise "free for you" at every peer
+    push     take "free for me" of every peer, copy, raise "full" at every peer,
+             take "full" of every peer
+    wait     (the current stream waits for that one)
+    release  (that one waits until the current stream has read what came)
 
 No flag counts, so that a step can be replayed by a CUDA graph. A rank waits only for what its
 peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order.
@@ -22,7 +24,8 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,19 +36,24 @@ from cp_dispatch._compat import all_gather_single, symmetric_memory
 from cp_dispatch.extension import has_kernel
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
+# ``here`` is a tensor of this GPU, ``stream`` the handle of the stream that copies, flags are
+# addresses of int32 of any GPU. Only ever called inside of ops.
 for _schema in (
-    # Once the stream's earlier work is done, put 1 in each flag, an int32 of any GPU.
-    "raise_flags(Tensor(a!)[] flags) -> ()",
-    # The stream waits until each flag is 1, and puts 0 there.
-    "take_flags(Tensor(a!)[] flags) -> ()",
-    # Copy tensors (B, ...) whose batch rows are contiguous, without a kernel.
-    "copy_slabs(Tensor(a!)[] targets, Tensor[] sources) -> ()",
+    # After what the current stream has queued, put 1 in each flag.
+    "raise_flags(Tensor here, int[] flags, int stream) -> ()",
+    # If the side waits, after what the current stream has queued: wait until each of the first
+    # flags is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1 in
+    # the second flags, and take the third as the first.
+    "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] take_first,"
+    " int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
+    # Let the stream wait for the current one, or the other way round.
+    "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
-_raise = torch.ops.cp_dispatch.raise_flags.default
-_take = torch.ops.cp_dispatch.take_flags.default
-_copy = torch.ops.cp_dispatch.copy_slabs.default
+_raise_flags = torch.ops.cp_dispatch.raise_flags.default
+_push_slabs = torch.ops.cp_dispatch.push_slabs.default
+_join_streams = torch.ops.cp_dispatch.join_streams.default
 
 #: Bytes of the flags, ahead of the room.
 _HEADER = 4096
@@ -57,85 +65,88 @@ _GRAIN = 2**21
 class Mailbox:
     """One room of ``size`` bytes on every rank of a group. Made by all ranks together."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, size: int):
-        self.size, self._rank = size, dist.get_rank(group)
+    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int):
+        self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
         ranks = range(dist.get_world_size(group))
-        memory = symmetric_memory.empty_strided_p2p((_HEADER + size,), (1,), torch.uint8, device)
-        memory[:_HEADER].zero_()
-        handle = symmetric_memory.rendezvous(memory, group.group_name)
-        self._keep = memory, handle
+        self._own = symmetric_memory.empty_strided_p2p(
+            (_HEADER + size,), (1,), torch.uint8, stream.device
+        )
+        self._own[:_HEADER].zero_()
+        self._handle = symmetric_memory.rendezvous(self._own, group.group_name)
         shape = (_HEADER + size,)
-        self._memory = [handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
-        self._peers = [rank for rank in ranks if rank != self._rank]
-        # By kind, free or full: flags of this rank at its peers, and of the peers here.
-        self._there = [[self._flag(x, kind, self._rank) for x in ranks] for kind in (0, 1)]
-        self._here = [[self._flag(self._rank, kind, x) for x in ranks] for kind in (0, 1)]
-        self._read: torch.cuda.Event | None = None
-        self._arrived: torch.cuda.Event | None = None
+        self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
+        self._peers = tuple(rank for rank in ranks if rank != self._rank)
+        # Addresses, by kind: flags of this rank at its peers, and of the peers here.
+        starts = [memory.data_ptr() for memory in self._memory]
+        self._there = [[start + 4 * (kind * len(ranks) + self._rank) for start in starts]
+                       for kind in (_FREE, _FULL)]  # fmt: skip
+        self._here = [[starts[self._rank] + 4 * (kind * len(ranks) + rank) for rank in ranks]
+                      for kind in (_FREE, _FULL)]  # fmt: skip
         self.is_in_a_graph = False
-
-    def _flag(self, rank: int, kind: int, other: int) -> Tensor:
-        flags = self._memory[rank][:_HEADER].view(torch.int32)
-        at = kind * len(self._memory) + other
-        return flags[at : at + 1]
+        #: For views of the rooms that a user makes at each call: they never move.
+        self.views: dict[Hashable, Any] = {}
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat part of a rank's room, ``offset`` in bytes."""
         start = _HEADER + offset
         return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
 
+    def forget_many(self) -> None:
+        """Keep ``views`` small where shapes change all the time."""
+        if len(self.views) >= 64:
+            self.views.clear()
+
     def open(self, peers: Sequence[int] | None = None) -> None:
-        """On the current stream, tell the peers (all, or those given) that they may write here,
-        once what they wrote last has been read."""
+        """Tell the peers (all, or those given) that they may write here."""
         if torch.cuda.is_current_stream_capturing():
-            # Events from outside say nothing in a graph, which comes after all that was queued.
             self.is_in_a_graph = True
-        elif self._read is not None:
-            torch.cuda.current_stream().wait_event(self._read)
-        _raise(_chosen(self._there[_FREE], self._peers if peers is None else peers))
+        flags = self._there[_FREE]
+        _raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
     def push(
         self,
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
         peers: Sequence[int] | None = None,
+        ready_at_open: bool = False,
     ) -> None:
-        """On the current stream, copy to rooms of peers (and one's own) and wait for theirs; after
+        """Start copying to rooms of peers (and one's own) and taking what they copy here; after
         :meth:`open` with the same peers.
 
-        ``sources`` ``(B, ...)`` whose batch rows are not contiguous are packed by a kernel first.
+        ``sources`` come from :func:`rows_for`. If they were ready at :meth:`open`, the copies do
+        not wait for what the current stream has got to do since.
         """
-        packed = [_dense(source) for source in sources]
         peers = self._peers if peers is None else peers
-        _take(_chosen(self._here[_FREE], peers))
-        _copy(targets, packed)
-        _raise(_chosen(self._there[_FULL], peers))
-        _take(_chosen(self._here[_FULL], peers))
-        self._arrived = torch.cuda.current_stream().record_event()
-        # This stream reads memory that other streams may be given when it is freed.
-        self._reading = sources, packed
+        _push_slabs(
+            targets, sources, self._own, _of(self._here[_FREE], peers),
+            _of(self._there[_FULL], peers), _of(self._here[_FULL], peers), self._stream,
+            not ready_at_open,
+        )  # fmt: skip
+        # Another stream reads memory that the current one would give away once it is freed.
+        self._reading = sources
 
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
-        torch.cuda.current_stream().wait_event(self._arrived)
+        _join_streams(self._own, self._stream, False)
         self._reading = None
 
     def release(self) -> None:
         """What lies here has been read once the current stream gets to this point."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        self._read = None if capturing else torch.cuda.current_stream().record_event()
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    row = tensor[:1] if tensor.size(0) else tensor
-    return tensor if row.is_contiguous() else tensor.contiguous()
+        _join_streams(self._own, self._stream, True)
 
 
 _FREE, _FULL = 0, 1
 
 
-def _chosen(flags: list[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+def _of(flags: list[int], ranks: Sequence[int]) -> list[int]:
     return [flags[rank] for rank in ranks]
+
+
+def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
+    packed by a kernel of the current stream where they are not so."""
+    rows = [x.transpose(1, 2) for x in tensors]
+    return [x if (x if x.size(0) < 2 else x[0]).is_contiguous() else x.contiguous() for x in rows]
 
 
 _boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}
@@ -143,13 +154,15 @@ _reachable: dict[str, tuple[dist.ProcessGroup, bool]] = {}
 _retired: list[Mailbox] = []
 
 
-def mailbox(group: dist.ProcessGroup, device: torch.device, name: str, size: int) -> Mailbox | None:
-    """The group's mailbox of that name with room for ``size`` bytes; None where there cannot be
-    one. Every rank of the group must ask alike.
+def mailbox(
+    group: dist.ProcessGroup, stream: torch.cuda.Stream | None, name: str, size: int
+) -> Mailbox | None:
+    """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
+    where there cannot be one. Every rank of the group must ask alike.
 
     Mailboxes are held, so that there is one of each name; a larger one takes its place.
     """
-    if device.type != "cuda" or size > LARGEST or not _peers_are_reachable(group, device):
+    if stream is None or size > LARGEST or not _peers_are_reachable(group, stream.device):
         return None
     key = group.group_name, name
     known = _boxes.get(key)
@@ -162,14 +175,18 @@ def mailbox(group: dist.ProcessGroup, device: torch.device, name: str, size: int
         if known[1].is_in_a_graph:
             _retired.append(known[1])  # its replays go on writing there
         # Nobody writes to, or reads, what goes now.
-        torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])
-        torch.cuda.synchronize(device)
-    box = Mailbox(group, device, -(-size // _GRAIN) * _GRAIN)
-    dist.barrier(group, device_ids=[device.index])  # all flags are 0
-    torch.cuda.synchronize(device)
+        _meet(group, stream.device)
+    box = Mailbox(group, stream, -(-size // _GRAIN) * _GRAIN)
+    _meet(group, stream.device)  # all flags are 0
     _boxes[key] = group, box
     return box
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Return once every rank is here and its GPU idle."""
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])
+    torch.cuda.synchronize(device)
 
 
 def held_bytes() -> int:

@@ -18,6 +18,7 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.mailbox import rows_for
 
 
 def fits(query_length: int, key_length: int, world_size: int) -> bool:
@@ -63,14 +64,9 @@ class Exchange:
                 view.copy_(half)
             self._work = ring.exchange(self._peer, send, received)
         else:
-            with ring.after(ring.mark()):
-                targets = _views(box.at(self._peer, 0, _message_bytes(given), torch.uint8), given)
-                box.open([self._peer])
-                box.push(
-                    [x.transpose(1, 2) for x in targets],
-                    [x.transpose(1, 2) for x in given],
-                    [self._peer],
-                )
+            targets = _views(box.at(self._peer, 0, _message_bytes(given), torch.uint8), given)
+            box.open([self._peer])
+            box.push([x.transpose(1, 2) for x in targets], rows_for(given), [self._peer])
             received = box.at(ring.rank, 0, _message_bytes(given), torch.uint8)
             self._work = box
         self._received = _views(received, given)

@@ -7,6 +7,7 @@ nothing beside the tensors in natural order that autograd has saved anyway.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from torch import Tensor
@@ -23,7 +24,12 @@ def geometry(
     query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
 ) -> Geometry:
     """Who computes with which positions. ``layout`` is None: the order is the natural one."""
-    spans = pair_spans(int(query_length), math.prod(ring_shape))
+    return _geometry(int(query_length), math.prod(ring_shape), causal)
+
+
+@functools.lru_cache(maxsize=256)
+def _geometry(length: int, world_size: int, causal: bool) -> Geometry:
+    spans = pair_spans(length, world_size)
     return Geometry(spans, spans, causal)
 
 

@@ -35,7 +35,7 @@ DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch
 
 def test_kernels_are_loaded():
     for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials",
-               "sum_parts", "raise_flags", "take_flags", "copy_slabs"):  # fmt: skip
+               "sum_parts", "raise_flags", "push_slabs", "join_streams"):  # fmt: skip
         assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
 
 
@@ -345,36 +345,56 @@ def test_sum_of_wide_parts(narrow):
     assert torch.equal(out, twin)
 
 
-def test_copy_slabs():
+def addresses(flags):
+    return [flags.data_ptr() + 4 * i for i in range(flags.numel())]
+
+
+def push(targets, sources, stream, take=(), give=(), last=()):
+    here = targets[0] if targets else torch.empty(1, device="cuda")
+    torch.ops.cp_dispatch.push_slabs(
+        targets, sources, here, take, give, last, stream.cuda_stream, True
+    )
+
+
+def test_push_slabs():
     source = torch.randn(3, 40, 2, 16, device="cuda")
     target = torch.zeros(3, 90, 2, 16, device="cuda")
-    torch.ops.cp_dispatch.copy_slabs([target[:, 20:30], target[:1, :5]],
-                                     [source[:, 30:], source[2:, :5]])  # fmt: skip
+    stream = torch.cuda.Stream()
+    push([target[:, 20:30], target[:1, :5]], [source[:, 30:], source[2:, :5]], stream)
+    torch.ops.cp_dispatch.join_streams(target, stream.cuda_stream, False)
     expected = torch.zeros_like(target)
     expected[:, 20:30], expected[:1, :5] = source[:, 30:], source[2:, :5]
     assert torch.equal(target, expected)
     with pytest.raises(RuntimeError, match="contiguous"):
-        torch.ops.cp_dispatch.copy_slabs([target[:, :, :1]], [target[:, :, :1]])
+        push([target[:, :, :1]], [target[:, :, :1]], stream)
     with pytest.raises(RuntimeError, match="sizes differ"):
-        torch.ops.cp_dispatch.copy_slabs([target], [source])
+        push([target], [source], stream)
 
 
 def test_flags_order_streams():
     """A stream that takes a flag waits until another has raised it, and puts it back."""
-    flags = torch.zeros(4, dtype=torch.int32, device="cuda")
-    flags = [flags[i : i + 1] for i in range(4)]
-    x, seen = (torch.zeros(2**20, device="cuda") for _ in range(2))
-    torch.cuda.synchronize()
-    waiting, raising = torch.cuda.Stream(), torch.cuda.Stream()
+    flags = torch.zeros(100, dtype=torch.int32, device="cuda")
+    x, seen = (torch.zeros(1, 2**20, device="cuda") for _ in range(2))
+    waiting, raising, current = (torch.cuda.Stream() for _ in range(3))
     for step in range(1, 4):
-        with torch.cuda.stream(waiting):
-            torch.ops.cp_dispatch.take_flags(flags)
-            seen.copy_(x)
-        with torch.cuda.stream(raising):
+        torch.cuda.synchronize()
+        push([seen], [x], waiting, take=addresses(flags))
+        with torch.cuda.stream(current):
             torch.cuda._sleep(10_000_000)
             x.fill_(step)
-            torch.ops.cp_dispatch.raise_flags(flags)
+            torch.ops.cp_dispatch.raise_flags(x, addresses(flags), raising.cuda_stream)
         torch.cuda.synchronize()
-        assert bool((seen == step).all()) and not any(map(int, flags))
-    with pytest.raises(RuntimeError, match="one int32"):
-        torch.ops.cp_dispatch.raise_flags([x])
+        assert bool((seen == step).all()) and not bool(flags.any())
+
+
+def test_streams_join():
+    x, side = torch.zeros(1, 2**20, device="cuda"), torch.cuda.Stream()
+    torch.cuda._sleep(10_000_000)
+    x.fill_(1)
+    torch.ops.cp_dispatch.join_streams(x, side.cuda_stream, True)
+    with torch.cuda.stream(side):
+        x.mul_(3)
+        torch.cuda._sleep(10_000_000)
+        x.add_(1)
+    torch.ops.cp_dispatch.join_streams(x, side.cuda_stream, False)
+    assert bool((x * 2 == 8).all())
