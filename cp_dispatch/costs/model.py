@@ -101,7 +101,7 @@ class _Model:
     def push(self, size: float, otherwise: str) -> float:
         """Of ``size`` bytes by copy engines, or the collective that is there without them."""
         ranks = self.plan.world_size
-        return self.move("push" if self._pushes(ranks) else otherwise, size, ranks)
+        return self.move("push" if self.pushes(ranks) else otherwise, size, ranks)
 
     def move(self, name: str, size: float, ranks: int) -> float:
         """Of ``size`` bytes that reach a rank from ``ranks - 1`` others (a shift: from one)."""
@@ -118,7 +118,8 @@ class _Model:
             outside = size * (ranks - links.node) / (ranks - 1)
         return max(seconds, outside / links.bandwidth + links.latency)
 
-    def _pushes(self, ranks: int) -> bool:
+    def pushes(self, ranks: int) -> bool:
+        """Whether copy engines move what these ranks send each other."""
         return "push" in self.constants.moves and not self._spans_nodes(ranks)
 
     def _spans_nodes(self, ranks: int) -> bool:
@@ -126,7 +127,7 @@ class _Model:
 
     def beside(self, compute: float, moving: float, pushed: bool = False) -> float:
         """Both at once. Copy engines take nothing from kernels."""
-        if not moving or (pushed and self._pushes(self.plan.world_size)):
+        if not moving or (pushed and self.pushes(self.plan.world_size)):
             return max(compute, moving)
         return max(compute + min(compute, moving) * (self.constants.slowdown - 1), moving)
 
@@ -198,21 +199,23 @@ def _heads(model: _Model, rank: int) -> float:
     schedule = SCHEDULES[plan.op_schedule]
     ranks = schedule.ranks or plan.world_size
     messages = schedule.messages(plan, rank)
+    # Copy engines pack nothing on the way out; on the way home all is copied out of the room.
+    pushed = schedule.ranks is None and model.pushes(ranks)
+    name = "push" if pushed else "all_to_all"
     there, compute, back = [], [], []
     for stage in messages.stages:
         moves = messages.of_stage(stage, model.backward)
         for found, parts in zip((there, back), moves, strict=True):
             sizes = [move.bytes for move in parts]
-            packed = sum(sizes) * ranks / (ranks - 1)
-            found.append(
-                sum(model.move("all_to_all", size, ranks) for size in sizes) + model.copy(packed)
-            )
+            copied = sum(sizes) * ranks / (ranks - 1)
+            seconds = sum(model.move(name, size, ranks) for size in sizes)
+            found.append(seconds + model.copy(0 if pushed and found is there else copied))
         compute.append(_of_stage(model, messages, stage, rank))
     total, count = there[0] + back[-1], len(there)
     for i in range(count):
         moving = (there[i + 1] if i + 1 < count else 0.0) + (back[i - 1] if i else 0.0)
         seconds, links_busy = compute[i]
-        total += max(model.beside(seconds, moving), moving + links_busy)
+        total += max(model.beside(seconds, moving, pushed), moving + links_busy)
     return total
 
 

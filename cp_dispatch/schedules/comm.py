@@ -97,6 +97,11 @@ class Ring:
         sizes, coming = ([n * send.itemsize for n in x] for x in (sizes, coming))
         return self._all_to_all(send.view(torch.uint8), receive.view(torch.uint8), sizes, coming)
 
+    @property
+    def may_push(self) -> bool:
+        """Whether there may be mailboxes."""
+        return self.stream is not None
+
     def mailbox(self, name: str, size: int) -> Mailbox | None:
         """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
         return mailbox(self.group, self.stream, name, size)
@@ -134,8 +139,11 @@ class SubRing(Ring):
             spread.append(everyone)
         return self._whole._all_to_all(send, receive, *spread)
 
+    #: Not every rank of the group would ask for the same mailbox.
+    may_push = False
+
     def mailbox(self, name: str, size: int) -> None:
-        """None: not every rank of the group asks."""
+        """None."""
 
     def _refuse(self, *_):
         raise NotImplementedError("the group is the whole ring's; only moves and all-to-alls fit")

@@ -35,8 +35,15 @@ from cp_dispatch.schedules.comm import SubRing
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.head_shares import Segment, Share, grouped, head_shares, true_order
 from cp_dispatch.schedules.job import Job
+from cp_dispatch.schedules.pushed_heads import (
+    MOST_COPIES,
+    PushedHomeward,
+    PushedOutward,
+    moves_of,
+    runs_of,
+)
 from cp_dispatch.schedules.ranges import part
-from cp_dispatch.schedules.wire import Homeward, Outward, Part, Wire, wire
+from cp_dispatch.schedules.wire import Homeward, Outward, Part, wire
 
 
 class Heads:
@@ -155,7 +162,8 @@ class _Team:
         ring, geometry = job.ring, job.geometry
         ranks = schedule.ranks or ring.world_size
         self._rank = ring.rank % ranks
-        first = ring.rank - self._rank
+        self._first = first = ring.rank - self._rank
+        self._job, self._device = job, query.device
         everyone = ranks == ring.world_size
         self._ring = ring if everyone else SubRing(ring, range(first, first + ranks))
         self._batch, heads, key_heads = query.size(0), query.size(1), key.size(1)
@@ -163,12 +171,6 @@ class _Team:
         self._lengths = {
             False: tuple(geometry.query_length(r) for r in members),
             True: tuple(geometry.key_length(r) for r in members),
-        }
-        self._orders = {
-            of_keys: true_order(
-                geometry, of_keys, first, ranks, job.batch_start, self._batch, query.device
-            )
-            for of_keys in (False, True)
         }
         self._one_side = head_costs.one_side(geometry)
         shapes = tuple((x.size(1), x.size(-1)) for x in (query, key, value))
@@ -193,44 +195,68 @@ class _Team:
         tensors for :class:`Homeward`, and whether they have the keys' rows. Every rank comes by the
         same collectives in the same order.
         """
-        arriving, going = self._start(self._stages[0], of_rows, of_keys), None
-        for number, stage in enumerate(self._stages, 1):
+        arriving, going = self._start(0, of_rows, of_keys), None
+        for number, stage in enumerate(self._stages):
             here, arriving = arriving, None
-            if number < len(self._stages):
-                arriving = self._start(self._stages[number], of_rows, of_keys)
+            if number + 1 < len(self._stages):
+                arriving = self._start(number + 1, of_rows, of_keys)
             tensors = [x for message in here for x in message.wait()]
-            with part(f"{name}[stage {number}/{len(self._stages)}]"):
+            with part(f"{name}[stage {number + 1}/{len(self._stages)}]"):
                 results = compute(stage, *tensors)
-            del here, tensors
-            started = [self._home(stage, *result) for result in results]
+            for message in here:
+                message.release()
+            del here, message, tensors
+            started = [self._home(number, i, *result) for i, result in enumerate(results)]
             del results
             if going is not None:
                 yield going
             going = started
         yield going
 
-    def _start(self, stage, of_rows, of_keys) -> list[Outward]:
+    def _start(self, number: int, of_rows, of_keys) -> list[Outward | PushedOutward]:
+        rows, keys = [(x, False) for x in of_rows], [(x, True) for x in of_keys]
         if self._one_side:
-            return [self._outward(stage, of_rows, of_keys, False)]
-        return [self._outward(stage, of_rows, (), False), self._outward(stage, (), of_keys, True)]
+            return [self._outward(number, rows + keys, False)]
+        return [self._outward(number, rows, False), self._outward(number, keys, True)]
 
-    def _outward(self, stage, of_rows, of_keys, keys_rows: bool) -> Outward:
-        dealt = [(x, False) for x in of_rows] + [(x, True) for x in of_keys]
-        shape = self._wire(stage, dealt, keys_rows)
-        return Outward(self._ring, shape, [x for x, _ in dealt], self._orders[keys_rows])
+    def _outward(self, number: int, dealt, keys_rows: bool) -> Outward | PushedOutward:
+        stage, tensors = self._stages[number], [x for x, _ in dealt]
+        spans = tuple(x.query for x in stage), tuple(x.key for x in stage)
+        parts = tuple(Part(x.dtype, x.size(-1), spans[of_key]) for x, of_key in dealt)
+        box, moves = self._mailbox(f"out {keys_rows:d}{number % 2}", True, parts, keys_rows)
+        if box is not None:
+            return PushedOutward(self._ring, box, moves, parts, tensors)
+        shape = wire(self._batch, self._lengths[keys_rows], self._rank, parts)
+        return Outward(self._ring, shape, tensors, self._order(keys_rows))
 
-    def _home(self, stage, pieces: Sequence[Sequence[Tensor]], of_keys: bool) -> Homeward:
-        heads = tuple(x.key if of_keys else x.query for x in stage)
+    def _home(self, number: int, which: int, pieces, of_keys: bool) -> Homeward | PushedHomeward:
+        heads = tuple(x.key if of_keys else x.query for x in self._stages[number])
         parts = tuple(
             Part(self.key_grad_dtype if of_keys else x.dtype, x.size(-1), heads) for x, *_ in pieces
         )
+        box, moves = self._mailbox(f"home {which}{number % 2}", False, parts, of_keys)
+        if box is not None:
+            return PushedHomeward(self._ring, box, moves, parts, pieces)
         shape = wire(self._batch, self._lengths[of_keys], self._rank, parts)
-        return Homeward(self._ring, shape, pieces, self._orders[of_keys])
+        return Homeward(self._ring, shape, pieces, self._order(of_keys))
 
-    def _wire(self, stage, tensors, keys_rows: bool) -> Wire:
-        spans = tuple(x.query for x in stage), tuple(x.key for x in stage)
-        parts = tuple(Part(x.dtype, x.size(-1), spans[of_key]) for x, of_key in tensors)
-        return wire(self._batch, self._lengths[keys_rows], self._rank, parts)
+    def _mailbox(self, name: str, outward: bool, parts: tuple[Part, ...], of_keys: bool):
+        """A box for a message and how it moves; None where copy engines cannot carry it."""
+        ring, job = self._ring, self._job
+        if not ring.may_push:
+            return None, None
+        runs = runs_of(job.geometry, of_keys, job.batch_start, self._batch)
+        if sum(len(rank) for row in runs for rank in row) > MOST_COPIES * ring.world_size:
+            return None, None
+        moves = moves_of(ring, outward, self._batch, self._lengths[of_keys], runs, parts)
+        return ring.mailbox(f"heads {name}", moves.size), moves
+
+    def _order(self, of_keys: bool):
+        """How rows come in true order, for messages that do not put them there."""
+        job, ranks = self._job, self._ring.world_size
+        return true_order(
+            job.geometry, of_keys, self._first, ranks, job.batch_start, self._batch, self._device
+        )
 
     def segments(self, stage: Sequence[Share]) -> list[tuple[Segment, Job]]:
         """This rank's kernel calls of a stage, each with a job of its own heads."""

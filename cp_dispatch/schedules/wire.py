@@ -155,6 +155,9 @@ class Outward:
             buffer = ordered
         return self._wire.views_of_all(buffer)
 
+    def release(self) -> None:
+        """Nothing reads them any more; the views hold their memory."""
+
 
 class Homeward:
     """All rows of own heads on their way to the ranks that own the rows.
@@ -204,14 +207,19 @@ class Homeward:
         added up, in ``results``' dtype."""
         self._work.wait()
         self._send = self._held = None
-        pairs = self._wire.own_pairs(self._receive, results)
-        if not any(part.are_shared for part in self._wire.parts):
-            _copy([(result, view) for view, result in pairs])
-            return
-        for result in results:
-            result.zero_()
-        for view, result in pairs:
-            result.add_(view)
+        collect(self._wire.parts, self._wire.own_pairs(self._receive, results), results)
+
+
+def collect(parts: Sequence[Part], pairs, results: Sequence[Tensor]) -> None:
+    """Write what came into ``results``, of which pairs hold ``(what came, its place)``; add up
+    what came from several ranks."""
+    if not any(part.are_shared for part in parts):
+        _copy([(place, came) for came, place in pairs])
+        return
+    for result in results:
+        result.zero_()
+    for came, place in pairs:
+        place.add_(came)
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]], index: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from cp_dispatch.schedules import head_costs
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
+from tests.distributed.rooms import Rooms
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
@@ -88,6 +89,49 @@ def test_hybrid_balances_the_ring_across_groups(monkeypatch, world_size):
     problem = Problem(heads=4, key_heads=2, length=104, dim=24, causal=True)
     plan = judge(problem, 2 * world_size, "hybrid:2", "cpu_flash")
     assert plan.across == "mirrored_ring"
+
+
+PUSHED = {
+    "natural": {"batch": 2},
+    "uneven": {"length": 61, "batch": 3},
+    "full": {"causal": False},
+    "head-tail": {"kind": "head-tail", "length": 61},
+    "documents of each row": {"kind": "documents of each row", "batch": 2},
+    "full documents of each row": {
+        "kind": "documents of each row", "batch": 2, "causal": False,
+    },
+    "blocks": {"kind": "blocks"},
+    "shared key heads": {"heads": 8, "key_heads": 1, "kind": "head-tail"},
+    "a group cut in two": {"heads": 12, "key_heads": 3, "batch": 2},
+    "wide rows": {"dim": 128, "heads": 8, "key_heads": 8},
+    "other lengths": {"length": 61, "key_length": 40, "batch": 2},
+    "few rows": {"length": 6},
+    "bfloat16": {"dtype": torch.bfloat16, "key_heads": 2, "kind": "head-tail", "length": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("case", PUSHED)
+def test_copy_engines_put_heads_where_kernels_read_them(monkeypatch, case, staged, kernel):
+    """With rooms that ranks write to, each read before it is written again."""
+    rooms = Rooms(monkeypatch)
+    if staged:
+        monkeypatch.setattr(head_costs, "_STAGE_BYTES", 1)
+    fields = {"heads": 16, "key_heads": 8, "length": 64, "dim": 16, "causal": True} | PUSHED[case]
+    balancer = balancers(fields["length"], 4, fields.get("batch", 1)).get(fields.pop("kind", ""))
+    if kernel == "cpu_flash" and "key_length" in fields:
+        kernel = "math"
+    judge(Problem(**fields), 4, "ulysses", kernel, balancer=balancer)
+    assert any("out" in name for name in rooms.used) and any("home" in name for name in rooms.used)
+
+
+def test_rows_in_many_places_are_not_pushed(monkeypatch):
+    """Each copy costs the host time; with a row of its own for each of 20 there are too many."""
+    rooms = Rooms(monkeypatch)
+    problem = Problem(batch=20, heads=4, length=32, dim=8, causal=True)
+    judge(problem, 2, "ulysses", "cpu_flash")
+    assert not rooms.used
 
 
 @pytest.mark.parametrize("dtype, kernel", [

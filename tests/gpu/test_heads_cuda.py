@@ -11,10 +11,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch.schedules import head_costs
+from cp_dispatch.schedules.comm import Ring
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
-from tests.distributed.sharded import run_sharded
+from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_asked
 from tests.gpu import features
 
@@ -33,15 +34,19 @@ BF16 = torch.bfloat16
 
 def exactly(
     env: Env, schedule: str, kernel: str, kind: str = "natural", staged: bool = False, mesh=None,
-    placements=None, where=None, **fields,
+    placements=None, where=None, by_nccl: bool = False, **fields,
 ) -> None:  # fmt: skip
     """As exact as one device. ``kind`` is the order; ``staged`` wants as many stages as heads
-    allow; ``where`` places the mask."""
+    allow; ``where`` places the mask; ``by_nccl`` forbids copy engines."""
     problem = Problem(**{"batch": 2, "length": 512, "dim": 64, "dtype": BF16} | fields)
     tensors = problem.tensors(env.device)
     mesh = env.mesh(*mesh, names=("a", "b")) if mesh else env.mesh()
     least = 1 if staged else head_costs._STAGE_BYTES
-    with mock.patch.object(head_costs, "_STAGE_BYTES", least), only(kernel):
+    with (
+        mock.patch.object(head_costs, "_STAGE_BYTES", least),
+        mock.patch.object(Ring, "may_push", not by_nccl),
+        only(kernel),
+    ):
         if kind == "natural":
             with cp_dispatch.enabled(schedule=schedule):
                 got = run_sharded(problem, tensors, mesh, placements, mask_placements=where)
@@ -54,7 +59,36 @@ def exactly(
     check(got, exact(problem, tensors), single, floors=floors, few=few)
 
 
-def memory(env: Env, kernel: str, causal: bool, order: str) -> None:
+def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
+    """Calls in a row, whose rooms are written again and again, give the same results."""
+    length = 512 * env.world_size
+    problem = Problem(
+        batch=1, heads=16, key_heads=8, length=length, dim=64, causal=True, dtype=BF16
+    )
+    balancer = balancers(length, env.world_size, 1)[kind] if kind != "natural" else None
+    inputs = [
+        distribute(x, env.mesh(), [Shard(2)]).requires_grad_()
+        for x in problem.tensors(env.device)[:3]
+    ]
+    least = 1 if staged else head_costs._STAGE_BYTES
+    results = []
+    with (
+        mock.patch.object(head_costs, "_STAGE_BYTES", least),
+        cp_dispatch.enabled(schedule="ulysses", layout=balancer),
+        only(kernel),
+    ):
+        for _ in range(10):
+            output = problem.attend(*inputs)
+            grads = torch.autograd.grad(output, inputs, output.detach())
+            results.append([x.to_local().clone() for x in (output, *grads)])
+    for output, *grads in results[1:]:
+        assert torch.equal(output, results[0][0])
+        for again, first in zip(grads, results[0][1:], strict=True):
+            # Backwards of kernels add in any order.
+            assert (again - first).float().norm() <= 1e-2 * first.float().norm()
+
+
+def memory(env: Env, kernel: str, causal: bool, order: str, by_nccl: bool) -> None:
     """Peak memory beside the rank's shards, whatever the number of ranks, as many key heads as
     query heads. In units of q, one bf16 query shard:
 
@@ -70,7 +104,8 @@ def memory(env: Env, kernel: str, causal: bool, order: str) -> None:
     layout = None
     if order == "head-tail":
         layout = cp_dispatch.HeadTail(4096 * env.world_size, env.world_size)
-    features._bounded(env, kernel, causal, 7, 13, schedule="ulysses", layout=layout)
+    with mock.patch.object(Ring, "may_push", not by_nccl):
+        features._bounded(env, kernel, causal, 7, 13, schedule="ulysses", layout=layout)
 
 
 CASES = {}
@@ -88,9 +123,16 @@ for _schedule in SCHEDULES:
                     )  # fmt: skip
         for _kind in ("natural", "head-tail", "documents of each row", "blocks"):
             for _causal in (True, False):
-                CASES[f"{_label} {_kind} staged causal={_causal}"] = functools.partial(
-                    _run, kind=_kind, staged=True, heads=16, key_heads=8, causal=_causal
-                )
+                for _by_nccl in (False, True) if _schedule == "ulysses" else (True,):
+                    _name = f"{_label} {_kind} staged causal={_causal} nccl={_by_nccl}"
+                    CASES[_name] = functools.partial(
+                        _run, kind=_kind, staged=True, heads=16, key_heads=8, causal=_causal,
+                        by_nccl=_by_nccl,
+                    )  # fmt: skip
+        for _heads, _key_heads in ((8, 2), (8, 1), (12, 3)) if _schedule == "ulysses" else ():
+            CASES[f"{_label} {_heads}/{_key_heads} by NCCL"] = functools.partial(
+                _run, heads=_heads, key_heads=_key_heads, causal=True, by_nccl=True
+            )
         CASES[f"{_label} other lengths"] = functools.partial(
             _run, heads=8, length=128, key_length=384, causal=True
         )
@@ -133,9 +175,16 @@ for _kernel in ("flash", "cudnn", "efficient", "math"):
                 _FOUR.add(_name)
 for _kernel in ("flash", "cudnn"):
     for _order, _causal in (("natural", True), ("natural", False), ("head-tail", True)):
-        CASES[f"ulysses {_kernel} memory {_order} causal={_causal}"] = functools.partial(
-            memory, kernel=_kernel, causal=_causal, order=_order
-        )
+        for _by_nccl in (False, True):
+            _name = f"ulysses {_kernel} memory {_order} causal={_causal} nccl={_by_nccl}"
+            CASES[_name] = functools.partial(
+                memory, kernel=_kernel, causal=_causal, order=_order, by_nccl=_by_nccl
+            )
+    for _kind in ("natural", "head-tail"):
+        for _staged in (False, True):
+            CASES[f"ulysses {_kernel} repeated {_kind} staged={_staged}"] = functools.partial(
+                repeated, kernel=_kernel, kind=_kind, staged=_staged
+            )
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
