@@ -248,7 +248,7 @@ class _Team:
         runs = runs_of(job.geometry, of_keys, job.batch_start, self._batch)
         if sum(len(rank) for row in runs for rank in row) > MOST_COPIES * ring.world_size:
             return None, None
-        moves = moves_of(ring, outward, self._batch, self._lengths[of_keys], runs, parts)
+        moves = moves_of(self._rank, outward, self._batch, self._lengths[of_keys], runs, parts)
         return ring.mailbox(f"heads {name}", moves.size), moves
 
     def _order(self, of_keys: bool):

@@ -97,9 +97,9 @@ class _Moves:
     """What a message has in common with others of its kind; kept with the box. ``outward`` says
     which way: all heads of own rows out, or own heads of all rows home."""
 
-    def __init__(self, ring: Ring, outward: bool, batch, lengths, runs: tuple[Runs, ...], parts):
-        self._ring, self._outward, self._parts, self._runs = ring, outward, parts, runs
-        ranks = range(ring.world_size)
+    def __init__(self, rank: int, outward: bool, batch: int, lengths, runs: Runs, parts):
+        self._rank, self._outward, self._parts, self._runs = rank, outward, parts, runs
+        ranks = range(len(lengths))
         if outward:
             total = sum(lengths)
             self.rooms = [
@@ -115,7 +115,7 @@ class _Moves:
     def steps(self):
         """``(peer, part's index, batch row, run)`` of every copy of this rank; the nearest rank
         first, so that no two push to one at a time, and oneself last."""
-        rank, ranks = self._ring.rank, self._ring.world_size
+        rank, ranks = self._rank, len(self.rooms)
         for step in range(ranks):
             peer = (rank + 1 + step) % ranks
             for index in range(len(self._parts)):
@@ -124,7 +124,7 @@ class _Moves:
                         yield peer, index, row, run
 
     def targets(self, box) -> list[Tensor]:
-        rank, found = self._ring.rank, []
+        rank, found = self._rank, []
         views = [room.views(box, r) for r, room in enumerate(self.rooms)]
         for peer, index, row, run in self.steps():
             if self._outward:
@@ -137,9 +137,9 @@ class _Moves:
 
 
 @functools.lru_cache(maxsize=256)
-def moves_of(ring: Ring, outward: bool, batch: int, lengths, runs: Runs, parts) -> _Moves:
+def moves_of(rank: int, outward: bool, batch: int, lengths, runs: Runs, parts) -> _Moves:
     """The same object for messages of one kind."""
-    return _Moves(ring, outward, batch, lengths, runs, parts)
+    return _Moves(rank, outward, batch, lengths, runs, parts)
 
 
 class _Pushed:
@@ -147,28 +147,22 @@ class _Pushed:
 
     def __init__(self, ring: Ring, box, moves: _Moves):
         self._ring, self._box, self._moves = ring, box, moves
-        key = id(moves)
-        known = box.views.get(key)
+        known = box.views.get(moves)
         if known is None:
             box.forget_many()
-            known = box.views[key] = (
-                moves,
-                moves.targets(box),
-                moves.rooms[ring.rank].views(box, ring.rank),
-            )
-        _, self._targets, self._own = known
+            own = moves.rooms[ring.rank].views(box, ring.rank)
+            known = box.views[moves] = moves.targets(box), own
+        self._targets, self._own = known
 
     def _push(self, sources: list[Tensor], ready_at_open: bool) -> None:
         self._box.push(self._targets, sources, ready_at_open=ready_at_open)
-        # Held until then: another stream reads them.
-        self._sources = sources
         # Not all that the box's stream does, for the next stage's messages come behind.
         self._there = None if self._ring.stream is None else self._ring.stream.record_event()
 
     def _wait(self) -> None:
         if self._there is not None:
             torch.cuda.current_stream().wait_event(self._there)
-        self._sources = None
+        self._box.let_go()
 
 
 class PushedOutward(_Pushed):

@@ -62,6 +62,9 @@ class _Box:
             target.copy_(source)
         dist.barrier(self._ring.group)
 
+    def let_go(self) -> None:
+        assert self._state == "pushed"
+
     def release(self) -> None:
         assert self._state == "pushed"
         self._state = "free"
