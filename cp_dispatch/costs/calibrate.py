@@ -253,12 +253,16 @@ def _floors(ranks: int, backend, clock: Clock, quick: bool) -> dict:
     from cp_dispatch import enabled, explain
 
     floors: dict[str, dict[str, list]] = {}
+    meshes = {}  # each costs communicators
     halves = [ranks // 2] if ranks % 2 == 0 and ranks > 2 else []
     for size, wish, layout in itertools.product(
         [*halves, ranks], ("natural_ring", "mirrored_ring", "gather", "ulysses", "hybrid"),
         (False, True),
     ):  # fmt: skip
-        mesh = init_device_mesh(clock.device.type, (ranks // size, size), mesh_dim_names=("a", "b"))
+        if size not in meshes:
+            shape = ranks // size, size
+            meshes[size] = init_device_mesh(clock.device.type, shape, mesh_dim_names=("a", "b"))
+        mesh = meshes[size]
         dim = max(DIMS[quick])
         *shards, grad = (
             DTensor.from_local(x, mesh["b"], [Shard(2)], run_check=False)
