@@ -77,10 +77,16 @@ def _signature(options: Options, call: Call) -> str:
         f"gradients wanted: {[getattr(x, 'requires_grad', None) for x in _tensors(call)]}, "
         f"grad mode {torch.is_grad_enabled()}",
         f"{options}, torch's switches {sdp_flags()}",
+        f"device: {_device_kind(call)}",
         f"seed of dropout: {_seed(call) if call.dropout_p > 0 else None}",
         f"local shards have the shapes that the global shapes imply: {fits}",
     ]
     return "\n".join("    " + line for text in lines for line in text.splitlines())
+
+
+def _device_kind(call: Call) -> str:
+    """The kind of GPU, by which kernels and schedules are chosen."""
+    return torch.cuda.get_device_name() if call.query.is_cuda else "CPU"
 
 
 def _seed(call: Call) -> int:

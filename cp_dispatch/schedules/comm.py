@@ -78,6 +78,9 @@ class Ring:
         send, receive = send.view(torch.uint8), receive.view(torch.uint8)
         outgoing, incoming = [0] * self.world_size, [0] * self.world_size
         outgoing[to], incoming[source] = send.numel(), receive.numel()
+        return self._all_to_all(send, receive, outgoing, incoming)
+
+    def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )
@@ -92,10 +95,12 @@ class Ring:
         """Start sending ``sizes[r]`` elements of the flat ``send`` to every rank r, while
         ``coming[r]`` come from it, in the order of the ranks. As :meth:`shift`."""
         sizes, coming = ([n * send.itemsize for n in x] for x in (sizes, coming))
-        return dist.all_to_all_single(
-            receive.view(torch.uint8), send.view(torch.uint8), coming, sizes,
-            group=self.group, async_op=True,
-        )  # fmt: skip
+        return self._all_to_all(send.view(torch.uint8), receive.view(torch.uint8), sizes, coming)
+
+    @property
+    def may_push(self) -> bool:
+        """Whether there may be mailboxes."""
+        return self.stream is not None
 
     def mailbox(self, name: str, size: int) -> Mailbox | None:
         """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
@@ -111,6 +116,39 @@ class Ring:
         """The sum over all ranks, in place; the tensor's memory must be dense."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+class SubRing(Ring):
+    """Some ranks of a ring as a ring of their own, for moves and all-to-alls.
+
+    They take place in the whole ring's group, where ranks outside send and receive nothing: no
+    group has to be made, but every rank of the whole ring must be in as many moves at a time.
+    """
+
+    def __init__(self, whole: Ring, members: range):
+        self.group, self.stream = whole.group, whole.stream
+        self.rank, self.world_size = members.index(whole.rank), len(members)
+        self._whole, self._members = whole, members
+
+    def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
+        spread = []
+        for sizes in (outgoing, incoming):
+            everyone = [0] * self._whole.world_size
+            for member, size in zip(self._members, sizes, strict=True):
+                everyone[member] = size
+            spread.append(everyone)
+        return self._whole._all_to_all(send, receive, *spread)
+
+    #: Not every rank of the group would ask for the same mailbox.
+    may_push = False
+
+    def mailbox(self, name: str, size: int) -> None:
+        """None."""
+
+    def _refuse(self, *_):
+        raise NotImplementedError("the group is the whole ring's; only moves and all-to-alls fit")
+
+    start_all_gather = all_gather = all_reduce = _refuse
 
 
 @functools.cache

@@ -132,6 +132,10 @@ class Mailbox:
         _join_streams(self._own, self._stream, False)
         self._reading = None
 
+    def let_go(self) -> None:
+        """What was pushed may be freed: the current stream waits for it by other means."""
+        self._reading = None
+
     def release(self) -> None:
         """What lies here has been read once the current stream gets to this point."""
         _join_streams(self._own, self._stream, True)

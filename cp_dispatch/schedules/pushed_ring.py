@@ -127,8 +127,9 @@ class ReturnedShares(_Hops):
         """dK and dV of this rank's own keys, in their dtype, token-major."""
         self._collect()
         self.box.release()
+        dtype = self._job.key_grad_dtype or self._key.dtype
         return tuple(
-            token_major(*like.shape, like=like).copy_(total)
+            token_major(*like.shape, like=like, dtype=dtype).copy_(total)
             for like, total in zip((self._key, self._value), self._sum, strict=True)
         )
 

@@ -106,7 +106,7 @@ def _key_gradient(key: Tensor, value: Tensor, job: Job) -> TravellingGradient | 
     dtype = job.backend.gradient_dtype(key.dtype)
     box = _box("ring gradients", Pair(key, value, dtype), job)
     if box is None:
-        return TravellingGradient(key, value, job.geometry, job.rank, job.ring)
+        return TravellingGradient(key, value, job.geometry, job.rank, job.ring, job.key_grad_dtype)
     return ReturnedShares(key, value, job, box, dtype)
 
 

@@ -60,8 +60,10 @@ class Recorder:
 
         def recorded_exchange(ring, send, sizes, receive, coming):
             if record := self._current():
-                record.sent.append(send.nbytes)
-                record.received.append(receive.nbytes)
+                # What a rank keeps for itself does not travel.
+                own, back = sizes[ring.rank], coming[ring.rank]
+                record.sent.append(send.nbytes - own * send.itemsize)
+                record.received.append(receive.nbytes - back * receive.itemsize)
             return exchange(ring, send, sizes, receive, coming)
 
         def recorded_start(collective, group):

@@ -27,6 +27,7 @@ class Rooms:
         #: Bytes that each rank pushed to others, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
         monkeypatch.setattr(Ring, "mailbox", self._mailbox_of())
+        monkeypatch.setattr(Ring, "may_push", True)
 
     def _mailbox_of(self):
         def mailbox(ring, name, size):
@@ -43,6 +44,11 @@ class Rooms:
                 return self._boxes[mine]
 
         return mailbox
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the boxes that were pushed to."""
+        return {name for name, _ in self.sent}
 
     def assert_all_is_quiet(self) -> None:
         """No flag is left for a later call to stumble over."""
@@ -86,6 +92,9 @@ class Box:
         self._take("full", coming)
 
     def wait(self) -> None:
+        pass
+
+    def let_go(self) -> None:
         pass
 
     def release(self) -> None:
