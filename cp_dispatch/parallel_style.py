@@ -102,6 +102,7 @@ class ContextParallel(ParallelStyle):
         inputs = _map(local, (args, kwargs))
         context = self._context(
             mesh,
+            _window(module),
             [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
             [x.shape[self.seq_dim] for x in wholes],
         )
@@ -122,7 +123,7 @@ class ContextParallel(ParallelStyle):
             return output
         return _map(partial(self._whole, mesh, length), output)
 
-    def _context(self, mesh, own: list[int], whole: list[int]) -> PlainContext:
+    def _context(self, mesh, window, own: list[int], whole: list[int]) -> PlainContext:
         schedule = current_schedule() if self.schedule is None else self.schedule
         uneven = any(length % mesh.size() for length in whole)
         balancer, known = self.balancer, True
@@ -133,7 +134,7 @@ class ContextParallel(ParallelStyle):
                 uneven |= around.uneven
             else:
                 balancer = None if options is None else options.layout
-        return PlainContext(mesh, schedule, balancer, known, uneven, frozenset(own))
+        return PlainContext(mesh, schedule, balancer, known, uneven, frozenset(own), window)
 
     def _has_sequence(self, x: torch.Tensor) -> bool:
         return -x.ndim <= self.seq_dim < x.ndim
@@ -148,6 +149,15 @@ class ContextParallel(ParallelStyle):
             x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
+
+
+def _window(module: nn.Module) -> int | None:
+    """The sliding window of an attention module of transformers, where it says so."""
+    config = getattr(module, "config", None)
+    # A config with kinds of layers does not say which kind this is; the module itself does.
+    whole = config if getattr(config, "layer_types", None) is None else None
+    window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
+    return window if isinstance(window, int) else None
 
 
 def _map(function, value):

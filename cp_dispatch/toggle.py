@@ -25,7 +25,7 @@ import threading
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import causal_bias, compile_cache, graph_guards
+from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,
@@ -116,11 +116,14 @@ def plain_shards(context: PlainContext):
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         _sync()
+        hf_masks.install(plain_context)
     try:
         yield
     finally:
         with _lock:
             _contexts.remove(scope)
+            if not _contexts.in_use:
+                hf_masks.remove()
             _sync()
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_early
 import cp_dispatch
 from cp_dispatch import ContextParallel, HeadTail, context_parallel, context_parallel_unshard
 from tests.distributed.plain import run_plain
-from tests.distributed.reference import FACTOR, Problem, check, exact, one_device
+from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.spawn import Env, run_asked
 
 
@@ -130,7 +130,6 @@ def steps(model, data, around, count=3, compiled=False) -> list[float]:
         block, summed = around([tokens, labels], model)
         with block:
             logits = forward(tokens)
-            logits = getattr(logits, "logits", logits)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
             loss = loss / 128
         loss.backward()  # after the block
@@ -182,51 +181,6 @@ def trains_as_on_one_process(env: Env, compiled=False) -> None:
     assert torch.equal(mine.turns, model.turns)
 
 
-def llama_trains_as_on_one_process(env: Env) -> None:
-    """An unmodified Hugging Face Llama. Its positions and an all-ones padding mask are buffers:
-    without a padding mask it takes jumps in the positions for borders of packed documents."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    llama = LlamaForCausalLM(config)
-
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.llama = copy.deepcopy(llama)
-            self.register_buffer("positions", torch.arange(64).repeat(2, 1))
-            self.register_buffer("seen", torch.ones(2, 64, dtype=torch.int64))
-
-        def forward(self, tokens):
-            return self.llama(
-                input_ids=tokens, position_ids=self.positions, attention_mask=self.seen
-            )
-
-    want = steps(Wrapped().double(), batches(), alone)
-    single = steps(Wrapped(), batches(), alone)
-    around = functools.partial(together, env.mesh(), extra=[("positions", 1), ("seen", 1)])
-    got = steps(Wrapped(), batches(), around)
-    assert want[0] != want[-1]
-    model = Wrapped()
-    model.seen = None
-    tokens = batches()[0][0].clone()
-    block, _ = together(env.mesh(), [tokens], model, [("positions", 1)])
-    with block:
-        if env.rank == 0:  # the last rank's positions have no jump, and it would wait
-            with pytest.raises(cp_dispatch.ContextParallelError, match="this rank's keys alone"):
-                model(tokens)
-    unit = torch.finfo(torch.float32).eps
-    for mine, theirs, true in zip(got, single, want, strict=True):
-        # A loss is one number, whose error on one process may be zero by luck.
-        allowed = max(abs(theirs - true), 8 * unit * abs(true))
-        assert abs(mine - true) <= FACTOR * allowed, (got, single, want)
-
-
 CASES = {
     **{
         f"{name} {rotate} balancer={balancer} causal={causal} forward_only={forward}":
@@ -244,12 +198,6 @@ CASES = {
     "trains as on one process": trains_as_on_one_process,
     "trains compiled": functools.partial(trains_as_on_one_process, compiled=True),
 }  # fmt: skip
-try:
-    import transformers  # noqa: F401
-except ImportError:
-    pass
-else:
-    CASES["Llama trains as on one process"] = llama_trains_as_on_one_process
 
 
 @pytest.fixture(scope="module")
