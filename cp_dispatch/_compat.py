@@ -44,6 +44,8 @@ __all__ = [
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
+    "dispatch_modes_are_on",
+    "dress",
     "dtensor_spec",
     "dynamo_traces",
     "forget_resolved_kernels",
@@ -119,6 +121,17 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's shard, without autograd and without a collective."""
     return tensor._local_tensor
+
+
+def dispatch_modes_are_on() -> bool:
+    """Whether anybody watches or replaces operators in this thread, as any trace does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def dress(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of which ``local`` is this rank's part, without autograd and without the rest of
+    the constructor, which does nothing and takes longer."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def group_name(group: dist.ProcessGroup) -> str:
