@@ -67,11 +67,14 @@ __all__ = [
     "save_in_traced_checkpoints",
     "sdp_priority_order",
     "torch_context_parallel_is_on",
+    "without_subclass",
 ]
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
+without_subclass = torch._C.DisableTorchFunctionSubclass
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 

@@ -421,3 +421,16 @@ def test_dress():
             given.shape, given.stride(), given.placements,
         )  # fmt: skip
         assert torch.equal((got + 1).to_local(), local + 1)
+
+
+def test_without_subclass():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    x = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(AssertionError):
+        x + 1
+    with _compat.without_subclass():
+        assert type(torch.ops.aten.alias(x)) is torch.Tensor
