@@ -194,18 +194,37 @@ def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
 
 def guard_trace(check, words: str, key: object) -> None:
     """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
-    which gets the frame's locals, is true. A second guard of an equal ``key`` changes nothing."""
+    which gets the frame's locals, is true, and the sizes of DTensors that were constants are the
+    same. A second guard of an equal ``key`` changes nothing."""
     context = dynamo_traces()
     if context is None:
         return
 
     def create(builder, guard) -> None:
         add_check(builder.guard_manager, check, words)
+        _guard_sizes(builder)
 
     create.key = key
     guards = context.guards_context.dynamo_guards
     if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
         guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def _guard_sizes(builder) -> None:
+    """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
+    DTensor is not: then some ranks would compile anew and others not."""
+    graph = builder.check_fn_manager.output_graph
+    for tracked in graph.tracked_fakes:
+        if not isinstance(tracked.fake, DTensor):
+            continue
+        sizes = {i: n for i, n in enumerate(tracked.fake.shape) if isinstance(n, int)}
+
+        def check(tensor, sizes=sizes) -> bool:
+            shape = tensor.shape
+            return all(shape[i] == n for i, n in sizes.items())
+
+        manager = builder.get_guard_manager_from_source(tracked.source)
+        manager.add_lambda_guard(check, [f"cp_dispatch: global sizes of {tracked.source}"], None)
 
 
 def add_check(manager, check, words: str) -> None:
