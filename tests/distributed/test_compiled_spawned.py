@@ -117,7 +117,7 @@ def lengths_whose_shards_are_alike(env: Env) -> None:
         return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True)
 
     for dynamic in (None, False):
-        for lengths in ((131, 132, 131), (128, 127, 126), (127, 128, 129)):
+        for lengths in ((131, 132, 131), (128, 127)):
             torch._dynamo.reset()
             compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
             for length in lengths:
@@ -340,7 +340,7 @@ CASES |= {
     f"head-tail, {schedule}": functools.partial(head_tail, schedule=schedule)
     for schedule in ("ring", "gather")
 }
-ON_4 = {"head-tail, gather", "lengths whose shards are alike"}
+ON_4 = {"head-tail, gather"}
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")

@@ -25,7 +25,7 @@ STEPS, LENGTH, VOCABULARY, WINDOW = 20, 64, 31, 24
 HEAD_TAIL = "head-tail"
 
 
-def build(kind: str, **options):
+def build(kind: str, device="cpu", **options):
     torch.manual_seed(0)
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
@@ -35,15 +35,15 @@ def build(kind: str, **options):
     }  # fmt: skip
     if kind == "Llama":
         config = transformers.LlamaConfig(**sizes, **options)
-        return transformers.LlamaForCausalLM(config)
+        return transformers.LlamaForCausalLM(config).to(device)
     if kind == "Mistral":
         config = transformers.MistralConfig(**sizes | {"sliding_window": WINDOW} | options)
-        return transformers.MistralForCausalLM(config)
+        return transformers.MistralForCausalLM(config).to(device)
     # Biases in its projections; the first layer sees everything, the second a window.
     window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     config = transformers.Qwen2Config(**sizes | window | options)
     assert config.layer_types == ["full_attention", "sliding_attention"] or options
-    return transformers.Qwen2ForCausalLM(config)
+    return transformers.Qwen2ForCausalLM(config).to(device)
 
 
 @functools.cache
@@ -67,8 +67,8 @@ def train(model, forward, summed=lambda x: x, rows=1, steps=STEPS) -> list[float
     """Losses of some steps; ``forward`` gives a rank's part of the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses = []
-    for tokens, labels in batches(steps, rows):
-        loss = forward(model, tokens.clone(), labels.clone())
+    for batch in batches(steps, rows):
+        loss = forward(model, *(x.to(model.device, copy=True) for x in batch))
         loss.backward()
         for parameter in model.parameters():
             if not isinstance(parameter, DTensor):
@@ -88,7 +88,7 @@ def loss_of(logits, labels, seen=None, total=None):
 
 def one_process(model, padded=False, rows=1, **options) -> list[float]:
     def forward(model, tokens, labels):
-        seen = padding(rows) if padded else None
+        seen = padding(rows).to(tokens.device) if padded else None
         total = None if seen is None else int(seen.sum())
         return loss_of(model(tokens, attention_mask=seen).logits, labels, seen, total)
 
@@ -110,23 +110,24 @@ def same(got, want) -> None:
 
 def window_bites(kind: str, want: list[float], steps: int) -> None:
     """A model that lost its window would have other losses."""
-    without = one_process(build(kind, sliding_window=10 * LENGTH), steps=steps)
+    without = one_process(build(kind, sliding_window=10 * LENGTH), steps=steps)  # on CPU
     assert abs(without[steps - 1] - want[steps - 1]) > 1e-3, (without, want)
 
 
 def by_dtensors(env: Env, kind: str, balancer=None) -> None:
     mesh = env.mesh()
-    want = one_process(build(kind))
+    want = one_process(build(kind, env.device))
     if kind != "Llama":
         window_bites(kind, want, 5)
     layout = cp_dispatch.HeadTail(LENGTH, env.world_size) if balancer else None
     order = torch.arange(LENGTH) if layout is None else layout.indices[0]
+    order = order.to(env.device)
     # In a layout positions jump, which these models take for packed documents unless they get a
     # padding mask: a plain one goes by true positions.
-    seen = None if layout is None else torch.ones(1, LENGTH, dtype=torch.int64)
+    seen = None if layout is None else torch.ones(1, LENGTH, device=env.device)
 
     def forward(model, *data):
-        positions = torch.arange(LENGTH)[None]
+        positions = torch.arange(LENGTH, device=env.device)[None]
         tokens, labels, positions = (
             distribute(x[:, order], mesh, [Shard(1)]) for x in (*data, positions)
         )
@@ -134,7 +135,7 @@ def by_dtensors(env: Env, kind: str, balancer=None) -> None:
         assert logits.placements == (Shard(1),)
         return loss_of(logits.to_local(), labels.to_local())
 
-    model = distribute_module(build(kind), mesh)
+    model = distribute_module(build(kind, env.device), mesh)
     with cp_dispatch.enabled(layout=layout):
         got = train(model, forward, all_summed(env))
     same(got, want)
@@ -145,9 +146,9 @@ def in_block(env: Env, balancer, seen=None, positions=None):
 
     def forward(model, tokens, labels):
         where = torch.arange(LENGTH).repeat(tokens.size(0), 1) if positions is None else positions
-        named = {"position_ids": where.clone()}
+        named = {"position_ids": where.to(env.device, copy=True)}
         if seen is not None:
-            named["attention_mask"] = seen.clone()
+            named["attention_mask"] = seen.to(env.device, copy=True)
         total = None if seen is None else int(seen.sum())
         buffers = [tokens, labels, *named.values()]
         with cp_dispatch.context_parallel(
@@ -164,10 +165,11 @@ def by_context(env: Env, kind: str, balancer, seen=None) -> None:
     """``seen``: the padding mask, which in head-tail order must be there, if only of ones."""
     rows = 1 if seen is None else seen.size(0)
     padded = seen is not None and not bool(seen.all())
-    want = one_process(build(kind), padded, rows)
+    want = one_process(build(kind, env.device), padded, rows)
     if kind != "Llama" and not padded:
         window_bites(kind, want, 5)
-    got = train(build(kind), in_block(env, balancer, seen), all_summed(env), rows=rows)
+    model = build(kind, env.device)
+    got = train(model, in_block(env, balancer, seen), all_summed(env), rows=rows)
     same(got, want)
 
 

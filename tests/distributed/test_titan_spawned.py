@@ -42,9 +42,9 @@ def batches():
     return [data[i % 2] for i in range(STEPS)]
 
 
-def build() -> Llama:
+def build(device="cpu") -> Llama:
     torch.manual_seed(0)
-    return Llama()
+    return Llama().to(device)
 
 
 def loss_of(logits, labels):
@@ -55,7 +55,8 @@ def train(model, forward=None, group=None, before=None, cast=contextlib.nullcont
     """Losses, averaged over ``group`` if given."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
-    for tokens, labels in batches():
+    for batch in batches():
+        tokens, labels = (x.to(model.turns.device) for x in batch)
         with cast():
             if forward is None:
                 loss = loss_of(model(tokens), labels)
@@ -141,7 +142,7 @@ def titan(env: Env, checkpoint: str, compiler: str | None = None, block=True) ->
     torch._dynamo.utils.counters.clear()
     mesh = env.mesh(env.world_size // 2, 2, names=("dp", "cp"))
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
-    model = build()
+    model = build(env.device)
     style = ContextParallel() if block else ContextParallel(balancer="head-tail")
     for name, layer in list(model.layers.items()):
         parallelize_module(layer.attention.inner_attention, mesh["cp"], style)
@@ -151,7 +152,7 @@ def titan(env: Env, checkpoint: str, compiler: str | None = None, block=True) ->
         model.layers[name] = fully_shard(layer, mesh=everyone)
     fully_shard(model, mesh=everyone)
     forward = (in_block if block else by_shards)(env, mesh, model, [model.turns])
-    same(train(model, forward, everyone.get_group()), train(build()))
+    same(train(model, forward, everyone.get_group()), train(build(env.device)))
     if compiler is not None:
         # Alike blocks share one graph.
         counters = torch._dynamo.utils.counters
@@ -272,9 +273,10 @@ def average_over(mesh):
 def sequence_parallel(env: Env, autocast: bool = False) -> None:
     """Context x tensor: each context rank's part of a sequence is cut once more for the norms."""
     mesh = env.mesh(env.world_size // 2, 2, names=("cp", "tp"))
-    cast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
-    want = train(build(), cast=cast)
-    model = build()
+    device = env.device.type
+    cast = functools.partial(torch.autocast, device, torch.bfloat16, enabled=autocast)
+    want = train(build(env.device), cast=cast)
+    model = build(env.device)
     parallelize_module(model, mesh["tp"], sequence_plan(model))
     for layer in model.layers.values():
         parallelize_module(layer.attention.inner_attention, mesh["cp"], ContextParallel())
@@ -291,7 +293,7 @@ def pipeline(env: Env, style: bool) -> None:
     positions are right in a stage that sees no tokens."""
     mesh = env.mesh(2, env.world_size // 2, names=("pp", "cp"))
     stage_index, group = mesh["pp"].get_local_rank(), mesh["cp"].get_group()
-    part = build()
+    part = build(env.device)
     del part.layers[str(1 - stage_index)]
     if stage_index == 0:
         part.norm = part.output = None
@@ -303,9 +305,9 @@ def pipeline(env: Env, style: bool) -> None:
     stage = PipelineStage(part, stage_index, 2, env.device, group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.5)
-    want, got = train(build()), []
-    for tokens, labels in batches():
-        tokens, labels = tokens.clone(), labels.clone()
+    want, got = train(build(env.device)), []
+    for batch in batches():
+        tokens, labels = (x.to(env.device, copy=True) for x in batch)
         losses: list[torch.Tensor] = []
         with cp_dispatch.context_parallel(
             mesh["cp"], buffers=[tokens, labels, part.turns], buffer_seq_dims=[1, 1, 0],
