@@ -214,7 +214,8 @@ def _guard_sizes(builder) -> None:
     """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
     DTensor is not: then some ranks would compile anew and others not."""
     graph = builder.check_fn_manager.output_graph
-    for tracked in graph.tracked_fakes:
+    # Export makes its guards of less, and nobody calls them.
+    for tracked in getattr(graph, "tracked_fakes", ()):
         if not isinstance(tracked.fake, DTensor):
             continue
         sizes = {i: n for i, n in enumerate(tracked.fake.shape) if isinstance(n, int)}

@@ -86,6 +86,10 @@ class ContextParallel(ParallelStyle):
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
         module.forward = types.MethodType(self._forward(device_mesh, _window(module), own), module)
+        if isinstance(module, nn.MultiheadAttention):
+            # An encoder layer in eval mode takes its attention's parameters for a kernel of its
+            # own and never calls it, unless something is hooked to it.
+            module.register_forward_pre_hook(_no_fused_kernel)
         return module
 
     def _forward(self, mesh: DeviceMesh, window: int | None, own):
@@ -174,6 +178,10 @@ class ContextParallel(ParallelStyle):
             x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
+
+
+def _no_fused_kernel(module: nn.Module, args: tuple) -> None:
+    pass
 
 
 def _window(module: nn.Module) -> int | None:

@@ -12,17 +12,20 @@ ring op. The graph is guarded by what decides about that block.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch import graph_guards
 from cp_dispatch._compat import without_subclass
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.plain_context import PlainContext
 
-_contexts: list[PlainContext] = []
+_contexts: dict[int, PlainContext] = {}
 _decide: list = []  # for each class of marked tensors, what gives its block here and now
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -34,6 +37,11 @@ library.define(
 
 def _attend_shards(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, context):
     arguments = query, key, value, mask, dropout_p, is_causal, scale, enable_gqa
+    if context not in _contexts:
+        raise ContextParallelError(
+            "this graph was made in another process, for a ContextParallel style on a mesh or in "
+            "an order that this process has not traced; export or compile the module here"
+        )
     result = attend_plain(_contexts[context], *arguments)
     if result is NotImplemented:
         return F.scaled_dot_product_attention(
@@ -74,9 +82,10 @@ def _number_of(number: int) -> int:
     decide = _decide[number]
     graph_guards.note_trace(f"the block of ContextParallel {number}", decide)
     context = decide()
-    if context not in _contexts:
-        _contexts.append(context)
-    return _contexts.index(context)
+    # The same in every process, for graphs are cached on disk, and exported.
+    number = int(hashlib.sha256(repr(context).encode()).hexdigest()[:15], 16)
+    _contexts[number] = context
+    return number
 
 
 def traced_forward(decide, run, own=None):
@@ -96,7 +105,12 @@ def traced_forward(decide, run, own=None):
 
     def forward(self, *args, **kwargs):
         # DTensors need a block, also when compiling, which is a graph break.
-        if not torch.compiler.is_compiling() or _has_dtensor((args, kwargs)):
+        if not torch.compiler.is_dynamo_compiling() or _has_dtensor((args, kwargs)):
+            if torch.compiler.is_exporting():
+                raise ContextParallelError(
+                    "a module in ContextParallel is exported as local attention, unless dynamo "
+                    "traces it; use torch.export.export(..., strict=True), and plain inputs"
+                )
             return run(self, original, args, kwargs)
         args, kwargs = map_tensors(lambda x: x.as_subclass(cls), (args, kwargs))
         return map_tensors(_unmarked, original(self, *args, **kwargs))

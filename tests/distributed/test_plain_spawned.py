@@ -25,16 +25,19 @@ def judged(problem: Problem):
     return tensors, exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
 
 
-def by_context(env: Env, causal, rotate, balancer, forward_only) -> None:
+def fullgraph(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def by_context(env: Env, causal, rotate, balancer, forward_only, compiled=False) -> None:
     problem = Problem(causal=causal, key_heads=2, length=64)
     tensors, want, single = judged(problem)
+    attend = fullgraph(problem.attend) if compiled else None
+    how = {"balancer": balancer, "needs": not forward_only, "attend": attend}
     cp_dispatch.set_rotate_method(rotate)
     try:
-        check(
-            run_plain(problem, tensors, env.mesh(), balancer=balancer, needs=not forward_only),
-            want,
-            single,
-        )
+        check(run_plain(problem, tensors, env.mesh(), **how), want, single)
     finally:
         cp_dispatch.set_rotate_method("allgather")
 
@@ -44,7 +47,7 @@ class Attention(nn.Module):
         return imported_early(query, key, value, **options)
 
 
-def by_style(env: Env, causal, rotate, balancer, forward_only) -> None:
+def by_style(env: Env, causal, rotate, balancer, forward_only, compiled=False) -> None:
     problem = Problem(causal=causal, length=64)
     tensors, want, single = judged(problem)
     mesh = env.mesh()
@@ -52,6 +55,7 @@ def by_style(env: Env, causal, rotate, balancer, forward_only) -> None:
     cp_dispatch.set_rotate_method(rotate)
     try:
         module = parallelize_module(Attention(), mesh, ContextParallel(balancer=balancer))
+        module = fullgraph(module) if compiled else module
         *inputs, grad = cp_dispatch.shard(mesh, tensors, 2, layout)
         inputs = [x.requires_grad_(not forward_only) for x in inputs]
         results = [module(inputs[0], inputs[1], value=inputs[2], is_causal=causal)]
@@ -59,6 +63,41 @@ def by_style(env: Env, causal, rotate, balancer, forward_only) -> None:
             results += torch.autograd.grad(results[0], inputs, grad)
         whole = cp_dispatch.unshard(mesh, [x.detach() for x in results], 2, layout)
         check(whole + [None] * (4 - len(whole)), want, single)
+    finally:
+        cp_dispatch.set_rotate_method("allgather")
+
+
+def native_transformer(env: Env, rotate, causal) -> None:
+    """``nn.TransformerEncoder`` with the style on its attention alone, in training and in eval
+    mode, where it would call a fused kernel that is no attention of ours."""
+    mesh, length = env.mesh(), 16
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x, grad = torch.randn(2, 3, length, 16, generator=torch.Generator().manual_seed(0))
+    for parameter in model.parameters():  # the same model on all
+        torch.distributed.broadcast(parameter.data, 0)
+    alone = copy.deepcopy(model)
+    cp_dispatch.set_rotate_method(rotate)
+    try:
+        for layer in model.layers:
+            parallelize_module(layer.self_attn, mesh, ContextParallel(seq_dim=1))
+        own, own_grad = (t.chunk(env.world_size, 1)[env.rank] for t in (x, grad))
+
+        def mask(rows):
+            return nn.Transformer.generate_square_subsequent_mask(rows) if causal else None
+
+        want = alone(x, mask=mask(length), is_causal=causal)
+        got = model(own, mask=mask(own.size(1)), is_causal=causal)
+        torch.testing.assert_close(got, want.chunk(env.world_size, 1)[env.rank])
+        want.backward(grad)
+        got.backward(own_grad)
+        for mine, true in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.distributed.all_reduce(mine.grad, group=mesh.get_group())
+            torch.testing.assert_close(mine.grad, true.grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            got = model.eval()(own, mask=mask(own.size(1)), is_causal=causal)
+            want = alone.eval()(x, mask=mask(length), is_causal=causal)
+        torch.testing.assert_close(got, want.chunk(env.world_size, 1)[env.rank])
     finally:
         cp_dispatch.set_rotate_method("allgather")
 
@@ -192,6 +231,25 @@ CASES = {
         for balancer in ("head-tail", None)
         for causal in (True, False)
         for forward in (True, False)
+    },
+    **{
+        f"{name} {rotate} balancer={balancer} causal={causal} forward_only={forward} compiled":
+        functools.partial(
+            function, causal=causal, rotate=rotate, balancer=balancer, forward_only=forward,
+            compiled=True,
+        )
+        for name, function in (("context", by_context), ("style", by_style))
+        for rotate in ("allgather", "alltoall")
+        for balancer in ("head-tail", None)
+        for causal in (True, False)
+        for forward in (True, False)
+    },
+    **{
+        f"native transformer {rotate} causal={causal}": functools.partial(
+            native_transformer, rotate=rotate, causal=causal
+        )
+        for rotate in ("allgather", "alltoall")
+        for causal in (True, False)
     },
     "buffers with and without batch": buffers_with_and_without_batch,
     "dropout of one mask": dropout_of_one_mask,
