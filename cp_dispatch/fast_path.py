@@ -150,7 +150,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, prepared, query, key, value):
         output, logsumexp = prepared.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
+        # Not the output itself, which autograd would detach twice.
+        ctx.save_for_backward(query, key, value, output.detach(), logsumexp)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return output
