@@ -44,6 +44,8 @@ __all__ = [
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
+    "dispatch_modes_are_on",
+    "dress",
     "dtensor_spec",
     "dynamo_traces",
     "forget_resolved_kernels",
@@ -66,6 +68,7 @@ __all__ = [
     "sdp_priority_order",
     "symmetric_memory",
     "torch_context_parallel_is_on",
+    "without_subclass",
 ]
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
@@ -77,6 +80,8 @@ try:
 except ImportError:
     symmetric_memory = None
 
+# Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
+without_subclass = torch._C.DisableTorchFunctionSubclass
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 
@@ -126,6 +131,17 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """This rank's shard, without autograd and without a collective."""
     return tensor._local_tensor
+
+
+def dispatch_modes_are_on() -> bool:
+    """Whether anybody watches or replaces operators in this thread, as any trace does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def dress(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of which ``local`` is this rank's part, without autograd and without the rest of
+    the constructor, which does nothing and takes longer."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -185,18 +201,38 @@ def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
 
 def guard_trace(check, words: str, key: object) -> None:
     """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
-    which gets the frame's locals, is true. A second guard of an equal ``key`` changes nothing."""
+    which gets the frame's locals, is true, and the sizes of DTensors that were constants are the
+    same. A second guard of an equal ``key`` changes nothing."""
     context = dynamo_traces()
     if context is None:
         return
 
     def create(builder, guard) -> None:
         add_check(builder.guard_manager, check, words)
+        _guard_sizes(builder)
 
     create.key = key
     guards = context.guards_context.dynamo_guards
     if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
         guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def _guard_sizes(builder) -> None:
+    """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
+    DTensor is not: then some ranks would compile anew and others not."""
+    graph = builder.check_fn_manager.output_graph
+    # Export makes its guards of less, and nobody calls them.
+    for tracked in getattr(graph, "tracked_fakes", ()):
+        if not isinstance(tracked.fake, DTensor):
+            continue
+        sizes = {i: n for i, n in enumerate(tracked.fake.shape) if isinstance(n, int)}
+
+        def check(tensor, sizes=sizes) -> bool:
+            shape = tensor.shape
+            return all(shape[i] == n for i, n in sizes.items())
+
+        manager = builder.get_guard_manager_from_source(tracked.source)
+        manager.add_lambda_guard(check, [f"cp_dispatch: global sizes of {tracked.source}"], None)
 
 
 def add_check(manager, check, words: str) -> None:

@@ -113,7 +113,7 @@ def context_parallel(
         order_is_known=bool(buffers) or balancer != "auto",
         uneven=any(length % mesh.size() for length in lengths),
     )
-    with plain_shards(context), _no_fast_path(), _swapped(buffers, shards, keep):
+    with plain_shards(context), no_fast_path(), _swapped(buffers, shards, keep):
         yield
 
 
@@ -264,7 +264,7 @@ def _aliases(ids: set[int]):
 
 
 @contextlib.contextmanager
-def _no_fast_path():
+def no_fast_path():
     """Keep ``nn.MultiheadAttention`` and encoder layers from their fused inference kernels, which
     do not call ``F.scaled_dot_product_attention``."""
     mha = torch.backends.mha

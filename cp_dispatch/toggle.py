@@ -25,7 +25,7 @@ import threading
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import causal_bias, compile_cache, graph_guards
+from cp_dispatch import causal_bias, compile_cache, fused_modules, graph_guards, hf_masks
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,
@@ -119,11 +119,14 @@ def plain_shards(context: PlainContext):
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         _sync()
+        hf_masks.install(plain_context)
     try:
         yield
     finally:
         with _lock:
             _contexts.remove(scope)
+            if not _contexts.in_use:
+                hf_masks.remove()
             _sync()
 
 
@@ -184,6 +187,8 @@ def _sync() -> None:
             torch.library.register_torch_dispatch(
                 "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
             )
+            for name, rule in fused_modules.RULES.items():
+                torch.library.register_torch_dispatch(name, DTensor, _while_on(rule), lib=library)
         except BaseException:
             library._destroy()
             raise
@@ -245,6 +250,15 @@ def _inference_rule(cls, func, types, args=(), kwargs=None):
     if options is None:
         return NotImplemented
     return _attend_from_aten(options, *args, **(kwargs or {}))
+
+
+def _while_on(rule):
+    def rule_while_on(cls, func, types, args=(), kwargs=None):
+        if dynamo_traces() is not None:
+            graph_guards.note_trace("options of cp_dispatch", current_options)
+        return rule(*args, **(kwargs or {})) if _stack.current() is not None else NotImplemented
+
+    return rule_while_on
 
 
 def _attend_from_aten(

@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -407,3 +408,35 @@ def test_profiler_is_on():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert _compat.profiler_is_on()
     assert not _compat.profiler_is_on()
+
+
+def test_dispatch_modes_are_on():
+    assert not _compat.dispatch_modes_are_on()
+    with FakeTensorMode():
+        assert _compat.dispatch_modes_are_on()
+
+
+def test_dress():
+    with one_rank() as mesh:
+        given = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        local = given.to_local()
+        got = _compat.dress(local, _compat.dtensor_spec(given))
+        assert type(got) is DTensor and not got.requires_grad
+        assert _compat.local_tensor(got) is local
+        assert (got.shape, got.stride(), got.placements) == (
+            given.shape, given.stride(), given.placements,
+        )  # fmt: skip
+        assert torch.equal((got + 1).to_local(), local + 1)
+
+
+def test_without_subclass():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    x = torch.ones(2).as_subclass(Loud)
+    with pytest.raises(AssertionError):
+        x + 1
+    with _compat.without_subclass():
+        assert type(torch.ops.aten.alias(x)) is torch.Tensor
