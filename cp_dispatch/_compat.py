@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
@@ -38,9 +39,11 @@ __all__ = [
     "OpStrategy",
     "RuntimeSchemaInfo",
     "add_check",
+    "add_subclass_rule",
     "all_gather_single",
     "below_autograd",
     "compiled_graphs",
+    "compiles_for_inductor",
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
@@ -54,6 +57,7 @@ __all__ = [
     "group_name",
     "guard_trace",
     "in_backward",
+    "is_fake",
     "is_functorch_wrapped_tensor",
     "is_tracing",
     "kernel_is_registered",
@@ -61,6 +65,7 @@ __all__ = [
     "local_tensor_mode",
     "profiler_is_on",
     "register_op_strategy",
+    "remove_subclass_rule",
     "resolve_group",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
@@ -124,6 +129,35 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which :func:`resolve_group` finds a group."""
     return group.group_name
+
+
+def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
+    """Let a higher-order op run ``rule`` where an argument is of a tensor subclass; a rule that
+    returns NotImplemented leaves the call to others."""
+    op.py_impl(kind)(rule)
+
+
+def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
+    """As before :func:`add_subclass_rule`."""
+    op.python_key_table.pop(kind, None)
+
+
+def subclass_rule(op: torch._ops.HigherOrderOperator, kind: type):
+    """The rule of a higher-order op for a tensor subclass, None without one."""
+    return op.python_key_table.get(kind)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data and is not part of a graph that is being traced."""
+    return isinstance(tensor, FakeTensor)
+
+
+def compiles_for_inductor() -> bool:
+    """Whether this thread traces a graph that inductor will compile."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
 
 
 class CausalBiasDispatch:

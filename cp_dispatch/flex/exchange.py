@@ -1,0 +1,199 @@
+"""Moving the keys that a rank needs to it, and their gradients back.
+
+Note [Rows in place]
+~~~~~~~~~~~~~~~~~~~~
+Keys arrive in one buffer with a place for every position, in true order::
+
+    (lanes, all positions, batch rows of a lane, Hkv, D + Dv)
+
+Only the rows that some query block of this rank computes are moved and written; the others are
+memory that no kernel looks at. So one kernel call attends to all keys, its mask has the user's
+columns, and ``score_mod`` and ``mask_mod`` see true key positions, whatever the layout. In the
+backward the rows of dK and dV that were needed go back the same way, in the inputs' dtype as the
+kernel gives them, and their owner adds them up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_dispatch._compat import all_gather_single
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.flex.needs import Move, Needs, moves
+from cp_dispatch.flex.ownership import Ownership
+from cp_dispatch.layouts import Span
+from cp_dispatch.permute import span_indices
+
+# Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds
+# everybody's rows a second time.
+_AT_ONCE = 2**27
+
+
+class Exchange:
+    """The moves of one rank, for a given mask; used by forward and backward alike."""
+
+    def __init__(self, needs: Needs, keys: Ownership, rank: int, device: torch.device):
+        self.keys, self.rank, self.device = keys, rank, device
+        table = moves(needs, keys)
+        size = keys.world_size
+        self.home = _Place(table[rank][rank], device)
+        self.to = [_Place(table[rank][taker], device) for taker in range(size)]
+        self.of = [_Place(table[owner][rank], device) for owner in range(size)]
+        # By the distance from owner to taker: the most rows of a pair of ranks.
+        self._most = [
+            max(table[owner][(owner + distance) % size].rows for owner in range(size))
+            for distance in range(size)
+        ]
+        # Every rank needs all keys, which lie in true order: then it is an all-gather.
+        rows = [keys.rows(owner) for owner in range(size)]
+        self._is_gather = (
+            size > 1
+            and keys.lanes == 1
+            and not keys.layout
+            and len(set(rows)) == 1
+            and all(move.rows == rows[0] for moved in table for move in moved)
+        )
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether no rank sends anything to another."""
+        return not any(self._most[1:])
+
+    def bring(self, group, shard: Tensor, into: Tensor) -> None:
+        """``shard`` (rows, n), this rank's own, to where it is needed; and ``into`` (places, n)
+        from all."""
+        if self._is_gather:
+            all_gather_single(into, shard, group=group)
+            return
+        self.home.put(into, self.home.take(shard))
+        for owners, takers in self._steps(shard):
+            rows = {taker: self.to[taker].take(shard) for taker in takers}
+            came = self._swap(group, rows, {owner: self.of[owner].rows for owner in owners})
+            for owner, part in came.items():
+                self.of[owner].put(into, part)
+
+    def bring_back(self, group, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Sums of the ``parts`` (places, n) that ranks computed, into ``shards`` (rows, n) of the
+        owners, whose dtype is wide; both lists hold dK and dV."""
+        for part, shard in zip(parts, shards, strict=True):
+            shard.zero_()
+            self.home.add_to_shard(shard, self.home.taken(part))
+            for owners, takers in self._steps(part):
+                rows = {owner: self.of[owner].taken(part) for owner in owners}
+                came = self._swap(group, rows, {taker: self.to[taker].rows for taker in takers})
+                # One rank after the other, so that sums come out the same every time.
+                for taker, rows_of_taker in came.items():
+                    self.to[taker].add_to_shard(shard, rows_of_taker)
+
+    def _swap(self, group, outgoing: dict[int, Tensor], incoming: dict[int, int]):
+        """Send rows to ranks and receive this many rows from ranks, in ascending order."""
+        size, like = self.keys.world_size, next(iter(outgoing.values()))
+        outgoing = {rank: outgoing[rank] for rank in sorted(outgoing)}
+        incoming = {rank: incoming[rank] for rank in sorted(incoming)}
+        rows = [part for part in outgoing.values() if part.size(0)]
+        send = torch.cat(rows) if len(rows) > 1 else (rows[0] if rows else like).contiguous()
+        receive = like.new_empty((sum(incoming.values()), like.size(1)))
+        row = like.size(1) * like.element_size()
+        # As bytes: not every collective library knows every dtype.
+        dist.all_to_all_single(
+            receive.view(-1).view(torch.uint8),
+            send.view(-1).view(torch.uint8),
+            [incoming.get(rank, 0) * row for rank in range(size)],
+            [outgoing[rank].size(0) * row if rank in outgoing else 0 for rank in range(size)],
+            group=group,
+        )
+        return dict(zip(incoming, receive.split(list(incoming.values())), strict=True))
+
+    def _steps(self, like: Tensor) -> list[tuple[list[int], list[int]]]:
+        """Of each exchange, the owners whose rows this rank takes and the takers of its own.
+        Distances at which no rank has anything to move are left out."""
+        size = self.keys.world_size
+        busy = [d for d in range(1, size) if self._most[d]]
+        at_once = sum(self._most) * like.size(1) * like.element_size() <= _AT_ONCE
+        groups = [busy] if at_once and busy else [[d] for d in busy]
+        return [
+            ([(self.rank - d) % size for d in group], [(self.rank + d) % size for d in group])
+            for group in groups
+        ]
+
+
+class _Place:
+    """A move's rows as indices: of the owner's shard, and of the buffer of all positions."""
+
+    def __init__(self, move: Move, device: torch.device):
+        self.rows = move.rows
+        self._shard = _selector(move.shard, device)
+        self._places = _selector(move.places, device)
+
+    def take(self, shard: Tensor) -> Tensor:
+        """The rows of the owner's shard."""
+        return _select(shard, self._shard)
+
+    def taken(self, places: Tensor) -> Tensor:
+        """The same rows of the buffer."""
+        return _select(places, self._places)
+
+    def put(self, into: Tensor, rows: Tensor) -> None:
+        if not self.rows:
+            return
+        if isinstance(self._places, slice):
+            into[self._places] = rows
+        else:
+            into.index_copy_(0, self._places, rows)
+
+    def add_to_shard(self, shard: Tensor, rows: Tensor) -> None:
+        if not self.rows:
+            return
+        if isinstance(self._shard, slice):
+            shard[self._shard] += rows
+        else:
+            shard.index_add_(0, self._shard, rows.to(shard.dtype))  # no row occurs twice
+
+
+def _selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
+    if not spans:
+        return slice(0, 0)
+    if len(spans) == 1:
+        return slice(spans[0].position, sum(spans[0]))
+    return span_indices(spans).to(device)
+
+
+def _select(rows: Tensor, selector: slice | Tensor) -> Tensor:
+    return rows[selector] if isinstance(selector, slice) else rows.index_select(0, selector)
+
+
+# -- Between the attention's tensors and rows ---------------------------------------------------
+
+
+def pack_rows(tensors: Sequence[Tensor], lanes: int) -> Tensor:
+    """``(B, H, L, D)`` tensors side by side: ``(lanes * L, B / lanes * H * sum of D)``."""
+    batch, heads, length, _ = tensors[0].shape
+    dims = [x.size(3) for x in tensors]
+    rows = tensors[0].new_empty((lanes, length, batch // lanes, heads, sum(dims)))
+    views = split_rows(rows, dims)
+    for view, x in zip(views, tensors, strict=True):
+        view.copy_(x)
+    return rows.view(lanes * length, -1)
+
+
+def split_rows(rows: Tensor, dims: Sequence[int]) -> list[Tensor]:
+    """``(lanes, L, B / lanes, H, sum of D)`` as views ``(B, H, L, D)``."""
+    lanes, length, per_lane, heads, _ = rows.shape
+    # One of the two is 1, so that the batch is a view.
+    batch = rows.permute(0, 2, 3, 1, 4).view(lanes * per_lane, heads, length, -1)
+    return list(batch.split(list(dims), dim=-1))
+
+
+def rows_of(x: Tensor, lanes: int) -> Tensor:
+    """``(B, H, S, D)`` as ``(lanes * S, B / lanes * H * D)``, a view where memory allows it."""
+    batch, heads, length, dim = x.shape
+    rows = x.view(lanes, batch // lanes, heads, length, dim).permute(0, 3, 1, 2, 4)
+    return rows.reshape(lanes * length, -1)
+
+
+def wide_like(rows: int, columns: int, like: Tensor) -> Tensor:
+    return like.new_empty((rows, columns), dtype=wide_dtype(like.dtype))

@@ -1,0 +1,47 @@
+"""Putting the rules into torch's higher-order ops, and taking them out again.
+
+Note [Indexing with DTensors]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Dynamo traces the mods with indices that it makes from the query: 0-dim DTensors, if that is one.
+A plain tensor that a mod captures would be indexed with them, ``documents[q_idx]``, and DTensor
+refuses to mix the two. While dynamo traces, and for 0-dim indices only, such an index is taken to
+be the plain number that it is on every rank. The graph that comes out is the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import (
+    add_subclass_rule,
+    dynamo_traces,
+    local_tensor,
+    remove_subclass_rule,
+)
+from cp_dispatch.flex.rule import BACKWARD, FORWARD, rules
+
+
+def install(current_options, library: torch.library.Library) -> None:
+    """Add the rules; those of ordinary ops belong to ``library`` and go with it."""
+    for op, rule in zip((FORWARD, BACKWARD), rules(current_options), strict=True):
+        add_subclass_rule(op, DTensor, rule)
+    torch.library.register_torch_dispatch("aten::index.Tensor", DTensor, _index, lib=library)
+
+
+def remove() -> None:
+    for op in (FORWARD, BACKWARD):
+        remove_subclass_rule(op, DTensor)
+
+
+def _index(cls, func, types, args=(), kwargs=None):
+    """See Note [Indexing with DTensors]."""
+    tensor, indices = args
+    if (
+        kwargs
+        or isinstance(tensor, DTensor)
+        or dynamo_traces() is None
+        or not all(x is None or not isinstance(x, DTensor) or x.ndim == 0 for x in indices)
+    ):
+        return NotImplemented
+    return func(tensor, [local_tensor(x) if isinstance(x, DTensor) else x for x in indices])
