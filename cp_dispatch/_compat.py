@@ -134,17 +134,13 @@ def group_name(group: dist.ProcessGroup) -> str:
 def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
     """Let a higher-order op run ``rule`` where an argument is of a tensor subclass; a rule that
     returns NotImplemented leaves the call to others."""
+    remove_subclass_rule(op, kind)
     op.py_impl(kind)(rule)
 
 
 def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
     """As before :func:`add_subclass_rule`."""
     op.python_key_table.pop(kind, None)
-
-
-def subclass_rule(op: torch._ops.HigherOrderOperator, kind: type):
-    """The rule of a higher-order op for a tensor subclass, None without one."""
-    return op.python_key_table.get(kind)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

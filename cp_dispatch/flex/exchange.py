@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.needs import Move, Needs, moves
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
@@ -177,14 +176,14 @@ def pack_rows(tensors: Sequence[Tensor], lanes: int) -> Tensor:
     views = split_rows(rows, dims)
     for view, x in zip(views, tensors, strict=True):
         view.copy_(x)
-    return rows.view(lanes * length, -1)
+    return rows.view(lanes * length, batch // lanes * heads * sum(dims))
 
 
 def split_rows(rows: Tensor, dims: Sequence[int]) -> list[Tensor]:
     """``(lanes, L, B / lanes, H, sum of D)`` as views ``(B, H, L, D)``."""
-    lanes, length, per_lane, heads, _ = rows.shape
+    lanes, length, per_lane, heads, dim = rows.shape
     # One of the two is 1, so that the batch is a view.
-    batch = rows.permute(0, 2, 3, 1, 4).view(lanes * per_lane, heads, length, -1)
+    batch = rows.permute(0, 2, 3, 1, 4).view(lanes * per_lane, heads, length, dim)
     return list(batch.split(list(dims), dim=-1))
 
 
@@ -192,8 +191,5 @@ def rows_of(x: Tensor, lanes: int) -> Tensor:
     """``(B, H, S, D)`` as ``(lanes * S, B / lanes * H * D)``, a view where memory allows it."""
     batch, heads, length, dim = x.shape
     rows = x.view(lanes, batch // lanes, heads, length, dim).permute(0, 3, 1, 2, 4)
-    return rows.reshape(lanes * length, -1)
+    return rows.reshape(lanes * length, batch // lanes * heads * dim)
 
-
-def wide_like(rows: int, columns: int, like: Tensor) -> Tensor:
-    return like.new_empty((rows, columns), dtype=wide_dtype(like.dtype))

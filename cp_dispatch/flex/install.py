@@ -19,19 +19,22 @@ from cp_dispatch._compat import (
     local_tensor,
     remove_subclass_rule,
 )
+from cp_dispatch.flex.remember import never_mind, when_none_is_left
 from cp_dispatch.flex.rule import BACKWARD, FORWARD, rules
 
 
 def install(current_options, library: torch.library.Library) -> None:
     """Add the rules; those of ordinary ops belong to ``library`` and go with it."""
+    never_mind()
     for op, rule in zip((FORWARD, BACKWARD), rules(current_options), strict=True):
         add_subclass_rule(op, DTensor, rule)
     torch.library.register_torch_dispatch("aten::index.Tensor", DTensor, _index, lib=library)
 
 
 def remove() -> None:
-    for op in (FORWARD, BACKWARD):
-        remove_subclass_rule(op, DTensor)
+    """Take the rules out; that of the backward as soon as no forward waits for it."""
+    remove_subclass_rule(FORWARD, DTensor)
+    when_none_is_left(lambda: remove_subclass_rule(BACKWARD, DTensor))
 
 
 def _index(cls, func, types, args=(), kwargs=None):

@@ -119,7 +119,8 @@ class LocalFlex:
         return int(self.call.mask.lists.kv_num.shape[2]), whole, own
 
     @functools.cached_property
-    def _mask_arguments(self) -> tuple:
+    def mask_arguments(self) -> tuple:
+        """What all ops take of the mask and the ranks (:class:`cp_dispatch.flex.ops.MaskJob`)."""
         return (
             *self.call.mask.tensors, self.plan.query_length, self.plan.key_length,
             list(self.call.mask.block_size), self.part, list(self.plan.ring_shape), self.rank,
@@ -148,7 +149,7 @@ class LocalFlex:
 
     def _cut(self) -> Blocks:
         lists = self.call.mask.lists
-        packed = _OPS.flex_cut(*self._mask_arguments)
+        packed = _OPS.flex_cut(*self.mask_arguments)
         batch, heads = lists.kv_num.shape[:2]
         batch = max(self._lanes, self.part[1] if batch > 1 else 1)
         heads = self.part[3] if heads > 1 else 1
@@ -156,7 +157,12 @@ class LocalFlex:
         shapes = packed_shapes(
             batch, heads, self._block_rows[2], columns, lists.full_kv_num is not None
         )
-        return unpack(packed, shapes)
+        blocks = unpack(packed, shapes)
+        if packed.device.type == "cpu" and compiles_for_inductor():
+            # Inductor's kernel for CPU takes no two arguments from one buffer.
+            apart = iter(_OPS.flex_apart([x for x in blocks if x is not None]))
+            blocks = Blocks(*(x if x is None else next(apart) for x in blocks))
+        return blocks
 
     # -- The mods ---------------------------------------------------------------------------
 
@@ -193,7 +199,7 @@ class LocalFlex:
             return key, value
         # Triton's kernels look at no block that the mask does not list, all others at all.
         fill = not (key.device.type == "cuda" and compiles_for_inductor())
-        buffer = _OPS.flex_bring(key, value, *self._mask_arguments, fill, backward)
+        buffer = _OPS.flex_bring(key, value, *self.mask_arguments, fill, backward)
         return tuple(split_rows(buffer, [key.shape[3], value.shape[3]]))
 
     def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +208,7 @@ class LocalFlex:
         if not self._moves_keys:
             return grad_key, grad_value
         key, value = (local_tensor(x) for x in (self.call.key, self.call.value))
-        return _OPS.flex_bring_back(grad_key, grad_value, key, value, *self._mask_arguments)
+        return _OPS.flex_bring_back(grad_key, grad_value, key, value, *self.mask_arguments)
 
     @property
     def key_shares(self) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
 
 from cp_dispatch.flex.cut import Blocks
 
@@ -47,3 +49,12 @@ class MaskTuple:
         """The tuple for some rows of queries and all keys."""
         between = (None,) * (len(self.given) - 13)
         return (rows, self.given[1], *blocks, *between, *self.given[-3:-1], mask_mod)
+
+
+def no_mask(query: Tensor, key: Tensor) -> MaskTuple:
+    """One block that is all of the scores, as torch takes a call without a block mask."""
+    ones = torch.ones((1, 1, 1), dtype=torch.int32)
+    zeros = torch.zeros((1, 1, 1, 1), dtype=torch.int32)
+    lists = ones, zeros, None, None, ones, zeros, None, None
+    side = 2**30
+    return MaskTuple((query.shape[2], key.shape[2], *lists, side, side, noop_mask))

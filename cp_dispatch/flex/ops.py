@@ -53,6 +53,7 @@ SCHEMAS = (
     "flex_bring_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
     f"{_MASK}) -> (Tensor, Tensor)",
     "flex_order(Tensor like, str layout, int ring_rank, SymInt[] part, SymInt rows) -> Tensor",
+    "flex_apart(Tensor[] parts) -> Tensor[]",
 )
 
 _kept = Kept()
@@ -131,15 +132,17 @@ class MaskJob:
         )  # fmt: skip
 
     def _exchange(self, device: torch.device) -> Exchange:
-        queries, keys = self.queries, self.keys
+        keys = self.keys
         if self.whole:
-            needs = needs_.everything(queries, keys)
-        elif self.local_rows:
-            needs = self._needs_of_all(keys)
+            needs = needs_.everything(self.queries, keys)
         else:
-            tables = self._tables().cpu()
-            needs = needs_.needs_of(tables, queries, keys, tuple(self.blocks))
+            needs = self._needs_of_all(keys) if self.local_rows else self.needs()
         return Exchange(needs, keys, self.ring_rank, device)
+
+    def needs(self) -> needs_.Needs:
+        """What every rank needs, from a mask of all rows."""
+        tables = self._tables().cpu()
+        return needs_.needs_of(tables, self.queries, self.keys, tuple(self.blocks))
 
     def _tables(self) -> Tensor:
         """``(lanes, query blocks, key blocks)``: which ones are computed."""
@@ -206,7 +209,7 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     exchange.bring(
         resolve_group(job.group_name) if job.group_name else None,
         pack_rows([key, value], job.lanes),
-        buffer.view(job.lanes * job.key_length, -1),
+        buffer.flatten(2).flatten(0, 1),
     )
     return buffer
 
@@ -235,7 +238,7 @@ def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, T
     exchange.bring_back(
         resolve_group(job.group_name) if job.group_name else None,
         [rows_of(grad_key, lanes), rows_of(grad_value, lanes)],
-        [total.view(lanes * length, -1) for total in sums],
+        [total.flatten(2).flatten(0, 1) for total in sums],
     )
     grads = torch.empty_like(key), torch.empty_like(value)
     for grad, total in zip(grads, sums, strict=True):
@@ -270,6 +273,11 @@ def _flex_order_fake(like, layout, ring_rank, part, rows):
     return like.new_empty((lanes, rows), dtype=torch.int32)
 
 
+def _flex_apart(parts: list[Tensor]) -> list[Tensor]:
+    """Copies in memory of their own."""
+    return [x.clone() for x in parts]
+
+
 def _check_rows(job: MaskJob, key: Tensor) -> None:
     """A graph that was compiled for another length must not answer."""
     wanted = job.keys.rows(job.ring_rank)
@@ -284,8 +292,8 @@ def _check_rows(job: MaskJob, key: Tensor) -> None:
 
 for _schema, _kernel, _fake in zip(
     SCHEMAS,
-    (_flex_cut, _flex_bring, _flex_bring_back, _flex_order),
-    (_flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_order_fake),
+    (_flex_cut, _flex_bring, _flex_bring_back, _flex_order, _flex_apart),
+    (_flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_order_fake, _flex_apart),
     strict=True,
 ):
     _name = _schema.split("(")[0]

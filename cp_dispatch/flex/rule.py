@@ -9,6 +9,10 @@ in the backward ``flex_attention_backward``. Both then reach the rules of their 
 argument, ours, in eager mode and, since the modes of traces step back for subclasses, in the same
 way in a trace, where the local tensors are those of the graph. So a rule needs no autograd of its
 own; it brings keys, calls the op again on local tensors, and wraps what comes out.
+
+A backward may run in another thread, or after the block in which its forward ran, so it must not
+ask what is enabled. Of all that torch hands from the forward to the backward, ``kernel_options`` is
+a dict of that call alone: the forward leaves its options there (:mod:`cp_dispatch.flex.remember`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex, wrap
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plan import in_words, make_plan
+from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.graph_guards import note_trace
 
 FORWARD = torch.ops.higher_order.flex_attention
@@ -51,13 +56,15 @@ def rules(current_options):
             query, key, value, MaskTuple(block_mask), score_mod_other_buffers,
             mask_mod_other_buffers,
         )  # fmt: skip
-        return forward(options, call, score_mod, scale, kernel_options)
+        results = forward(options, call, score_mod, scale, users(kernel_options))
+        remember(kernel_options, options)
+        return results
 
     def flex_attention_backward(
         query, key, value, out, logsumexp, grad_out, grad_logsumexp, fw_graph, joint_graph,
         block_mask, scale, kernel_options, score_mod_other_buffers=(), mask_mod_other_buffers=(),
     ):  # fmt: skip
-        options = options_now()
+        options = remembered(kernel_options) or options_now()
         if options is None:
             return NotImplemented
         call = FlexCall(
@@ -66,7 +73,7 @@ def rules(current_options):
         )  # fmt: skip
         return backward(
             options, call, (out, logsumexp, grad_out, grad_logsumexp), fw_graph, joint_graph,
-            scale, kernel_options,
+            scale, users(kernel_options),
         )  # fmt: skip
 
     return flex_attention, flex_attention_backward
