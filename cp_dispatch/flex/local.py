@@ -157,12 +157,7 @@ class LocalFlex:
         shapes = packed_shapes(
             batch, heads, self._block_rows[2], columns, lists.full_kv_num is not None
         )
-        blocks = unpack(packed, shapes)
-        if packed.device.type == "cpu" and compiles_for_inductor():
-            # Inductor's kernel for CPU takes no two arguments from one buffer.
-            apart = iter(_OPS.flex_apart([x for x in blocks if x is not None]))
-            blocks = Blocks(*(x if x is None else next(apart) for x in blocks))
-        return blocks
+        return Blocks(*_apart(unpack(packed, shapes)))
 
     # -- The mods ---------------------------------------------------------------------------
 
@@ -200,7 +195,7 @@ class LocalFlex:
         # Triton's kernels look at no block that the mask does not list, all others at all.
         fill = not (key.device.type == "cuda" and compiles_for_inductor())
         buffer = _OPS.flex_bring(key, value, *self.mask_arguments, fill, backward)
-        return tuple(split_rows(buffer, [key.shape[3], value.shape[3]]))
+        return tuple(_apart(split_rows(buffer, [key.shape[3], value.shape[3]])))
 
     def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, summed over the ranks that computed them; where every
@@ -214,6 +209,16 @@ class LocalFlex:
     def key_shares(self) -> bool:
         """Whether gradients of the keys are shares of ranks that all have them."""
         return self.plan.schedule == "replicated_keys" and self.plan.world_size > 1
+
+
+def _apart(tensors) -> list[Tensor | None]:
+    """Views of one buffer, or for inductor's kernel for CPU, which takes no two arguments from one
+    buffer, copies."""
+    given = [x for x in tensors if x is not None]
+    if given[0].device.type == "cpu" and compiles_for_inductor():
+        given = _OPS.flex_apart(given)
+    found = iter(given)
+    return [None if x is None else next(found) for x in tensors]
 
 
 def placed_strides(shape, like) -> tuple:

@@ -68,6 +68,7 @@ def make_mods(kind: str, length: int, heads: int, device, dtype=torch.float32) -
 
     ids = documents(length, max(length // 6, 1), device, batch=2)
     one = ids[0]
+    many = documents(length, max(length // 28, 1), device, batch=8)
     edge, window = length // 5, max(length // 4, 1)
     bias = parameter(heads, 2 * length + 1)
     by_row = parameter(length)
@@ -80,6 +81,7 @@ def make_mods(kind: str, length: int, heads: int, device, dtype=torch.float32) -
             torch_flex.and_masks(causal, lambda b, h, q, k: one[q] == one[k])
         ),
         "documents of each row": lambda: Mods(lambda b, h, q, k: ids[b, q] == ids[b, k]),
+        "28 documents": lambda: Mods(lambda b, h, q, k: (q >= k) & (many[b, q] == many[b, k])),
         "dilated": lambda: Mods(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0)),
         "by head": lambda: Mods(lambda b, h, q, k: (q >= k) | ((h == 1) & (k < edge))),
         "blind rows": lambda: Mods(lambda b, h, q, k: (q >= edge) & (q >= k)),
@@ -97,7 +99,7 @@ KINDS = (
     "by head", "blind rows", "alibi", "soft cap", "relative bias", "bias by row",
 )  # fmt: skip
 # The batch rows and heads that a kind's block mask tells apart.
-OWN_BATCH, OWN_HEADS = ("documents of each row",), ("by head",)
+OWN_BATCH, OWN_HEADS = ("documents of each row", "28 documents"), ("by head",)
 
 
 @dataclass(frozen=True)
@@ -159,17 +161,12 @@ class FlexProblem:
 def exact(problem: FlexProblem, device="cpu") -> dict[str, Tensor]:
     """The results in float64."""
     query, key, value, grad, grad_lse = (x.double() for x in problem.tensors(device))
-    mods = problem.mods(device)
     groups = problem.heads // problem.key_heads
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    parameter = mods.parameter
-    if parameter is not None:
-        # The mods hold the parameter itself, so it has to become float64 in place.
-        mods = dataclasses.replace(
-            problem, dtype=torch.float64
-        ).mods(device)
-        with torch.no_grad():
-            mods.parameter.copy_(parameter)
+    mods = dataclasses.replace(problem, dtype=torch.float64).mods(device)
+    if mods.parameter is not None:
+        with torch.no_grad():  # what the problem's own dtype makes of it
+            mods.parameter.copy_(problem.mods(device).parameter)
         leaves.append(mods.parameter)
     keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = 1 / math.sqrt(problem.dim) if problem.scale is None else problem.scale
