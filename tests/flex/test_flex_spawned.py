@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 import cp_dispatch
-from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch import (
+    BlockBalanced,
+    ContextParallel,
+    HeadTail,
+    PerDocumentHeadTail,
+    context_parallel,
+)
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 from tests.flex.problems import (
     KINDS,
+    NAMES,
     FlexProblem,
     causal,
     check,
@@ -179,6 +188,67 @@ def local_rows(env: Env, kind: str, length: int, layout: bool, made: str) -> Non
     judge(env, problem, layout=layout, block_mask=mask)
 
 
+class Inner(torch.nn.Module):
+    """An attention module as models have them: q, k, v and whatever else."""
+
+    def forward(self, tag, q, k, v, block_mask=None, *, scale=None, notes=None):
+        assert tag == "tag" and (notes is None or type(notes) is torch.Tensor)
+        assert not isinstance(block_mask, DTensor)
+        output, lse = flex_attention(q, k, v, block_mask=block_mask, scale=scale, return_lse=True)
+        return {"output": output, "lse": [lse]}
+
+
+def style(env: Env, how: str, length: int = 120, around=None) -> None:
+    """``ContextParallel(attention_type="flex")`` on plain shards, for every style of arguments."""
+    problem = FlexProblem("documents", length, block=32, scale=0.3)
+    mesh, rank = env.mesh(), env.rank
+    balancer = HeadTail(length, env.world_size) if around != "natural" else None
+    given = "auto" if around == "block" else balancer
+    module = parallelize_module(
+        Inner(), mesh, ContextParallel(attention_type="flex", balancer=given)
+    )
+    mask = problem.block_mask(problem.mods("cpu"), "cpu")
+    *tensors, grad_lse = problem.tensors()
+    *inputs, grad = cp_dispatch.shard(mesh, tensors, 2, balancer)
+    grad_lse = cp_dispatch.shard(mesh, grad_lse, 2, balancer)
+    leaves = [x.requires_grad_() for x in inputs]
+    notes = torch.ones(3)
+    block = contextlib.nullcontext()
+    if around == "block":
+        block = context_parallel(mesh, buffers=[torch.empty(length)], buffer_seq_dims=[0])
+    with gradients_on_cpu(), block:
+        if how == "positional":
+            results = module("tag", *leaves, mask, scale=0.3)
+        elif how == "keyword":
+            names = dict(zip("qkv", leaves, strict=True))
+            results = module(notes=notes, block_mask=mask, scale=0.3, tag="tag", **names)
+        else:
+            results = module("tag", leaves[0], v=leaves[2], k=leaves[1], block_mask=mask, scale=0.3)
+    results = [results["output"], *results["lse"]]
+    assert all(type(x) is torch.Tensor for x in results)
+    assert not cp_dispatch.is_enabled()
+    grads = torch.autograd.grad(results, leaves, [grad, grad_lse])
+    local = [*(x.detach() for x in results), *grads]
+    whole = cp_dispatch.unshard(mesh, local, 2, balancer)
+    with gradients_on_cpu():
+        judge_results(env, problem, dict(zip(NAMES, whole, strict=False)))
+    assert rank == mesh.get_local_rank()
+
+
+def style_of_dtensors(env: Env) -> None:
+    """DTensors in, DTensors out."""
+    problem = FlexProblem("causal", 96)
+    module = parallelize_module(Inner(), env.mesh(), ContextParallel(attention_type="flex"))
+    mask = problem.block_mask(problem.mods("cpu"), "cpu")
+    inputs = [distribute(x, env.mesh(), ROWS) for x in problem.tensors()[:3]]
+    results = module("tag", *inputs, mask)
+    got = {"output": results["output"].full_tensor(), "logsumexp": results["lse"][0].full_tensor()}
+    with gradients_on_cpu():
+        judge_results(env, problem, got)
+    with pytest.raises(cp_dispatch.ContextParallelError, match="got 2 tensors"):
+        module("tag", *inputs[:2])
+
+
 CASES = {}
 _ALL = (2, 3, 4)
 _WORLDS: dict[str, tuple[int, ...]] = {}
@@ -230,6 +300,12 @@ _case("captured in the layout", placed_parameter, (3,), placement=Shard(0), layo
 _case("backward afterwards", backward_afterwards, (2,))
 _case("other lengths", cross, (3,), lengths=(96, 250))
 _case("auxiliary outputs", aux, (2,))
+for _how in ("positional", "keyword", "mixed"):
+    _case(f"style, {_how}", style, (2,), how=_how)
+_case("style in a block", style, (3,), how="mixed", around="block")
+_case("style, uneven", style, (3,), how="positional", length=125)
+_case("style, natural order", style, (3,), how="keyword", around="natural")
+_case("style of DTensors", style_of_dtensors, (2,))
 for _made in ("shard", "create_cp_block_mask"):
     _case(f"own rows by {_made}", local_rows, (3,), kind="by head", length=250, layout=False,
           made=_made)  # fmt: skip
