@@ -46,10 +46,10 @@ class ContextParallel(ParallelStyle):
     DTensors again.
 
     With ``attention_type="flex"`` the module is one around ``flex_attention``, and query, key and
-    value are found among its arguments, by these names (or q, k, v), positional or by keyword, else
-    as the first three tensors. Plain shards become DTensors for the forward, and DTensors that come
-    out plain ones again; all other arguments are left alone, so a ``BlockMask`` is that of the whole
-    sequence or :func:`cp_dispatch.create_cp_block_mask`'s.
+    value are found among its arguments, by these names (or q, k, v), positional or by keyword,
+    else as the first three tensors. Plain shards become DTensors for the forward, and DTensors that
+    come out plain ones again; all other arguments are left alone, so a ``BlockMask`` is that of the
+    whole sequence or :func:`cp_dispatch.create_cp_block_mask`'s.
 
     Args:
         seq_dim: the sequence dim of the inputs: 2 for ``(B, H, L, D)``, 1 for ``(B, L, E)``.

@@ -1,4 +1,4 @@
-"""Time FlexAttention over ranks: one GPU, this project, and torch's own CP FlexAttention, in one run.
+"""Time FlexAttention over ranks: one GPU, this project and torch's CP FlexAttention, in one run.
 
     torchrun --nproc-per-node 4 tools/flex_bench.py --tokens 8192 --tokens 32768
 

@@ -51,7 +51,7 @@ def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
 
 
 def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
-    """To true order (``which`` -1) or to the layout's (-2); a captured tensor has all batch rows."""
+    """To true order (``which`` -1) or to the layout's (-2); of all batch rows."""
     every_row = [0, layout.rows, *part[2:]]
     order = torch.ops.cp_dispatch.flex_order(x, layout.text, which, every_row, layout.seq_len)
     if order.size(0) == 1:

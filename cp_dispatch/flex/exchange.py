@@ -192,4 +192,3 @@ def rows_of(x: Tensor, lanes: int) -> Tensor:
     batch, heads, length, dim = x.shape
     rows = x.view(lanes, batch // lanes, heads, length, dim).permute(0, 3, 1, 2, 4)
     return rows.reshape(lanes * length, batch // lanes * heads * dim)
-

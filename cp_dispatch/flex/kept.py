@@ -44,8 +44,9 @@ class Kept:
         value = make()
         with self._lock:
             self._entries[full_key] = [weakref.ref(s) for s in storages], value
-            for old in [k for k, (refs, _) in self._entries.items() if any(r() is None for r in refs)]:
-                del self._entries[old]
+            for old, (refs, _) in list(self._entries.items()):
+                if any(ref() is None for ref in refs):
+                    del self._entries[old]
             while len(self._entries) > _MAX_KEPT:
                 self._entries.popitem(last=False)
         return value

@@ -1,4 +1,4 @@
-"""``score_mod`` and ``mask_mod`` of the user, called with true indices by a kernel on local rows."""
+"""The user's ``score_mod`` and ``mask_mod``, called with true indices by a kernel on local rows."""
 
 from __future__ import annotations
 

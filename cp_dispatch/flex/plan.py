@@ -140,9 +140,7 @@ def _key_row_bytes(call: FlexCall) -> int:
     batch, heads, _, dim = global_shape(call.key)
     value_dim = int(call.value.shape[3])
     for tensor_dim, size in ((0, batch), (1, heads)):
-        ranks = math.prod(
-            call.key.device_mesh.size(i) for i in sharded_dims(call.key, tensor_dim)
-        )
+        ranks = math.prod(call.key.device_mesh.size(i) for i in sharded_dims(call.key, tensor_dim))
         if tensor_dim == 0:
             batch = -(-size // ranks)
         else:

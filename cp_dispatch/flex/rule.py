@@ -96,9 +96,10 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     if local.is_empty:
         return tuple(wrap(x, call.query) for x in _outlines(call))
     place = local.place
+    mask = local.mask(place.mask_mod(call.mask.mask_mod))
     results = FORWARD(
-        query, key, value, place.score_mod(score_mod), local.mask(place.mask_mod(call.mask.mask_mod)),
-        scale, kernel_options, *local.buffers(),
+        query, key, value, place.score_mod(score_mod), mask, scale, kernel_options,
+        *local.buffers(),
     )  # fmt: skip
     return tuple(wrap(x, call.query) for x in results)
 
@@ -171,9 +172,7 @@ def _placed_like_query(grad, query: DTensor) -> Tensor | None:
 def _key_gradient(grad: Tensor, like: DTensor, local: LocalFlex) -> DTensor:
     if not local.key_shares:
         return wrap(grad, like)
-    shares = [
-        Partial() if i in local.plan.mesh_dims else p for i, p in enumerate(like.placements)
-    ]
+    shares = [Partial() if i in local.plan.mesh_dims else p for i, p in enumerate(like.placements)]
     wide = wrap(grad.to(wide_dtype(grad.dtype)), like, shares)
     return wide.redistribute(placements=like.placements).to(grad.dtype)
 
@@ -181,5 +180,3 @@ def _key_gradient(grad: Tensor, like: DTensor, local: LocalFlex) -> DTensor:
 def _zeros(buffer) -> Tensor | None:
     needs = isinstance(buffer, Tensor) and buffer.is_floating_point()
     return torch.zeros_like(buffer) if needs else None
-
-

@@ -81,7 +81,7 @@ def as_dtensors(places, args: tuple, kwargs: dict, mesh: DeviceMesh, seq_dim: in
 
 
 def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, uneven: bool):
-    """Lengths of the sequences of which these are shards; ranks with uneven ones tell each other."""
+    """Lengths of the sequences that these are shards of; of uneven ones ranks tell each other."""
     own = [x.shape[seq_dim] for x in given]
     if not uneven:
         return [
@@ -94,6 +94,5 @@ def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, un
     all_gather_single(received, sent, group=mesh.get_group())
     sums = received.view(mesh.size(), -1).sum(0).tolist()
     return [
-        n if isinstance(x, DTensor) else total
-        for x, n, total in zip(given, own, sums, strict=True)
+        n if isinstance(x, DTensor) else total for x, n, total in zip(given, own, sums, strict=True)
     ]

@@ -40,9 +40,7 @@ def run_sharded(
             x = permuted(x, layout.indices)
         return distribute(x, mesh, placements)
 
-    leaves = [
-        place(x, p).requires_grad_(needs_grad) for x, p in zip(inputs, where, strict=True)
-    ]
+    leaves = [place(x, p).requires_grad_(needs_grad) for x, p in zip(inputs, where, strict=True)]
     results = problem.attend(*leaves, mods, mask, attend)
     for x in results:
         assert isinstance(x, DTensor) and x.placements == tuple(placements), x

@@ -106,9 +106,7 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False):
                 assert torch.equal(mine[rows][:, :, index], true[rows][:, :, index])
                 assert not mine[rows][:, :, rest].any()
         place = torch.arange(length).view(1, 1, -1, 1)
-        grads = [
-            (place * (rank + 1) * 1.0).expand(B, HKV, length, n).clone() for n in (D, DV)
-        ]
+        grads = [(place * (rank + 1) * 1.0).expand(B, HKV, length, n).clone() for n in (D, DV)]
         got = OPS.flex_bring_back(*grads, *own, *arguments)
         mine = positions(owned, rank)
         for lane in range(owned.lanes):

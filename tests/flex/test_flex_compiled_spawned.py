@@ -8,7 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_dispatch

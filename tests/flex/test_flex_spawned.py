@@ -92,9 +92,7 @@ def placed_parameter(env: Env, placement, layout=None) -> None:
     with gradients_on_cpu():
         *inputs, grad, grad_lse = problem.tensors()
         mask = create_block_mask(causal, None, None, length, length, "cpu")
-        leaves = [
-            distribute(x[:, :, order], env.mesh(), ROWS).requires_grad_() for x in inputs
-        ]
+        leaves = [distribute(x[:, :, order], env.mesh(), ROWS).requires_grad_() for x in inputs]
         with cp_dispatch.enabled(layout=layout):
             results = flex_attention(*leaves, score, mask, return_lse=True)
             tangents = [distribute(x[:, :, order], env.mesh(), ROWS) for x in (grad, grad_lse)]
