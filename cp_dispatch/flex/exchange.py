@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.flex.needs import Move, Needs, moves
+from cp_dispatch.flex.needs import Move, Needs, everything, moves
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
@@ -30,6 +30,8 @@ from cp_dispatch.permute import span_indices
 # Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds
 # everybody's rows a second time.
 _AT_ONCE = 2**27
+# With more runs a shard is copied by an index.
+_MAX_RUNS = 4
 
 
 class Exchange:
@@ -39,9 +41,10 @@ class Exchange:
         self.keys, self.rank, self.device = keys, rank, device
         table = moves(needs, keys)
         size = keys.world_size
-        self.home = _Place(table[rank][rank], device)
-        self.to = [_Place(table[rank][taker], device) for taker in range(size)]
-        self.of = [_Place(table[owner][rank], device) for owner in range(size)]
+        self._own = _Place(_move_of_all(keys, rank), device)
+        self._home = _Place(table[rank][rank], device)
+        self._to = [_Place(table[rank][taker], device) for taker in range(size)]
+        self._of = [_Place(table[owner][rank], device) for owner in range(size)]
         # By the distance from owner to taker: the most rows of a pair of ranks.
         self._most = [
             max(table[owner][(owner + distance) % size].rows for owner in range(size))
@@ -56,37 +59,60 @@ class Exchange:
             and len(set(rows)) == 1
             and all(move.rows == rows[0] for moved in table for move in moved)
         )
+        # Runs of this rank's rows, where they are few enough to be copied one by one.
+        spans = keys.spans(rank)
+        self._runs = spans if keys.lanes == 1 and len(spans) <= _MAX_RUNS else None
 
     @property
-    def moves_nothing(self) -> bool:
-        """Whether no rank sends anything to another."""
-        return not any(self._most[1:])
+    def adds_up(self) -> bool:
+        """Whether gradients of this rank's rows come from other ranks too."""
+        takers = (place for rank, place in enumerate(self._to) if rank != self.rank)
+        return any(place.rows for place in takers)
 
-    def bring(self, group, shard: Tensor, into: Tensor) -> None:
-        """``shard`` (rows, n), this rank's own, to where it is needed; and ``into`` (places, n)
-        from all."""
+    def bring(self, group, key: Tensor, value: Tensor, buffer: Tensor) -> None:
+        """This rank's rows to ``buffer`` (see Note [Rows in place]) and to all who need them, and
+        what this rank needs from all."""
+        into = buffer.flatten(2).flatten(0, 1)
+        if self._runs is None:
+            self._own.put(into, pack_rows([key, value], self.keys.lanes))
+        else:
+            views = split_rows(buffer, [key.size(3), value.size(3)])
+            at = 0
+            for place, length in self._runs:
+                for view, x in zip(views, (key, value), strict=True):
+                    view[:, :, place : place + length].copy_(x[:, :, at : at + length])
+                at += length
         if self._is_gather:
-            all_gather_single(into, shard, group=group)
+            all_gather_single(into, self._own.taken(into), group=group)
             return
-        self.home.put(into, self.home.take(shard))
-        for owners, takers in self._steps(shard):
-            rows = {taker: self.to[taker].take(shard) for taker in takers}
-            came = self._swap(group, rows, {owner: self.of[owner].rows for owner in owners})
+        for owners, takers in self._steps(into.size(1) * into.element_size()):
+            rows = {taker: self._to[taker].taken(into) for taker in takers}
+            came = self._swap(group, rows, {owner: self._of[owner].rows for owner in owners})
             for owner, part in came.items():
-                self.of[owner].put(into, part)
+                self._of[owner].put(into, part)
 
     def bring_back(self, group, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Sums of the ``parts`` (places, n) that ranks computed, into ``shards`` (rows, n) of the
-        owners, whose dtype is wide; both lists hold dK and dV."""
+        owners; both lists hold dK and dV."""
         for part, shard in zip(parts, shards, strict=True):
-            shard.zero_()
-            self.home.add_to_shard(shard, self.home.taken(part))
-            for owners, takers in self._steps(part):
-                rows = {owner: self.of[owner].taken(part) for owner in owners}
-                came = self._swap(group, rows, {taker: self.to[taker].rows for taker in takers})
+            if self._home.rows < shard.size(0):
+                shard.zero_()
+            self._home.put_in_shard(shard, self._home.taken(part))
+        row = sum(part.size(1) for part in parts) * parts[0].element_size()
+        # Few rows go together, many one tensor after the other.
+        together = self._bytes(row) <= _AT_ONCE
+        for group_of in [list(range(len(parts)))] if together else [[i] for i in range(len(parts))]:
+            for owners, takers in self._steps(row):
+                rows = {
+                    owner: _side_by_side([self._of[owner].taken(parts[i]) for i in group_of])
+                    for owner in owners
+                }
+                came = self._swap(group, rows, {taker: self._to[taker].rows for taker in takers})
                 # One rank after the other, so that sums come out the same every time.
-                for taker, rows_of_taker in came.items():
-                    self.to[taker].add_to_shard(shard, rows_of_taker)
+                for taker, found in came.items():
+                    columns = found.split([parts[i].size(1) for i in group_of], 1)
+                    for i, column in zip(group_of, columns, strict=True):
+                        self._to[taker].add_to_shard(shards[i], column)
 
     def _swap(self, group, outgoing: dict[int, Tensor], incoming: dict[int, int]):
         """Send rows to ranks and receive this many rows from ranks, in ascending order."""
@@ -107,17 +133,29 @@ class Exchange:
         )
         return dict(zip(incoming, receive.split(list(incoming.values())), strict=True))
 
-    def _steps(self, like: Tensor) -> list[tuple[list[int], list[int]]]:
+    def _bytes(self, row: int) -> int:
+        """At most so many bytes does a rank send to all others."""
+        return sum(self._most[1:]) * row
+
+    def _steps(self, row: int) -> list[tuple[list[int], list[int]]]:
         """Of each exchange, the owners whose rows this rank takes and the takers of its own.
         Distances at which no rank has anything to move are left out."""
         size = self.keys.world_size
         busy = [d for d in range(1, size) if self._most[d]]
-        at_once = sum(self._most) * like.size(1) * like.element_size() <= _AT_ONCE
-        groups = [busy] if at_once and busy else [[d] for d in busy]
+        groups = [busy] if busy and self._bytes(row) <= _AT_ONCE else [[d] for d in busy]
         return [
             ([(self.rank - d) % size for d in group], [(self.rank + d) % size for d in group])
             for group in groups
         ]
+
+
+def _move_of_all(keys: Ownership, rank: int) -> Move:
+    """All rows of a rank, as a move to itself."""
+    return moves(everything(keys, keys), keys)[rank][rank]
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class _Place:
@@ -128,12 +166,8 @@ class _Place:
         self._shard = _selector(move.shard, device)
         self._places = _selector(move.places, device)
 
-    def take(self, shard: Tensor) -> Tensor:
-        """The rows of the owner's shard."""
-        return _select(shard, self._shard)
-
     def taken(self, places: Tensor) -> Tensor:
-        """The same rows of the buffer."""
+        """The rows as they lie among all."""
         return _select(places, self._places)
 
     def put(self, into: Tensor, rows: Tensor) -> None:
@@ -143,6 +177,14 @@ class _Place:
             into[self._places] = rows
         else:
             into.index_copy_(0, self._places, rows)
+
+    def put_in_shard(self, shard: Tensor, rows: Tensor) -> None:
+        if not self.rows:
+            return
+        if isinstance(self._shard, slice):
+            shard[self._shard] = rows
+        else:
+            shard.index_copy_(0, self._shard, rows.to(shard.dtype))
 
     def add_to_shard(self, shard: Tensor, rows: Tensor) -> None:
         if not self.rows:

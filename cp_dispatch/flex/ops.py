@@ -24,7 +24,7 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import needs as needs_
 from cp_dispatch.flex.cut import Blocks, cut, dense, pack, packed_shapes, packed_size, touched
-from cp_dispatch.flex.exchange import Exchange, pack_rows, rows_of, split_rows
+from cp_dispatch.flex.exchange import Exchange, rows_of, split_rows
 from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.layouts import from_text
@@ -206,11 +206,8 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     buffer = _bring_buffer(job, key, value)
     if fill:
         buffer.zero_()
-    exchange.bring(
-        resolve_group(job.group_name) if job.group_name else None,
-        pack_rows([key, value], job.lanes),
-        buffer.flatten(2).flatten(0, 1),
-    )
+    group = resolve_group(job.group_name) if job.group_name else None
+    exchange.bring(group, key, value, buffer)
     return buffer
 
 
@@ -229,7 +226,7 @@ def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, T
     job = MaskJob(*args)
     _check_rows(job, key)
     exchange = job.exchange(key.device)
-    lanes, wide = job.lanes, wide_dtype(key.dtype)
+    lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
     batch, heads, length, _ = key.shape
     sums = [
         x.new_empty((lanes, length, batch // lanes, heads, x.size(3)), dtype=wide)
