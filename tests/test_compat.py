@@ -461,7 +461,8 @@ def test_compiles_for_inductor():
     for backend in ("aot_eager", "inductor"):
         torch._dynamo.reset()
         seen.clear()
-        torch.compile(lambda x: op(x) * 2, backend=backend, fullgraph=True)(torch.ones(2))
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(lambda x: op(x) * 2, backend=backend, fullgraph=True)(torch.ones(2))
         # Dynamo's own look at shapes comes first, before there is a compiler.
         assert seen[-1] == (backend == "inductor"), seen
     assert not _compat.compiles_for_inductor()

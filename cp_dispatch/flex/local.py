@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
+from cp_dispatch._compat import compiles_for_inductor, local_tensor
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
@@ -86,13 +86,12 @@ class LocalFlex:
         return 0 in local_tensor(self.call.query).shape
 
     def note_trace(self, state) -> None:
-        """In a trace: what the graph holds of this rank enters the keys of caches on disk."""
-        if is_tracing():
-            mesh = self.call.query.device_mesh
-            for dim, placement in enumerate(self.call.query.placements):
-                if isinstance(placement, Shard):
-                    note_group(ring_group_name(mesh, (dim,)), state)
-            note_group(self.group_name, state)
+        """What a trace's graph holds of this rank enters the keys of caches on disk."""
+        mesh = self.call.query.device_mesh
+        for dim, placement in enumerate(self.call.query.placements):
+            if isinstance(placement, Shard):
+                note_group(ring_group_name(mesh, (dim,)), state)
+        note_group(self.group_name, state)
 
     # -- The mask ---------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from cp_dispatch._compat import dynamo_traces, is_fake, local_tensor
+from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex import captured
 from cp_dispatch.flex import ops as _ops  # noqa: F401  defines the ops
@@ -88,7 +88,11 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
         ContextParallelError: the call is not supported; nothing was computed.
     """
     if _is_dynamos_look(call):
-        # Refusals wait for the call itself, which raises them as they are.
+        # Refusals wait for the call itself, which raises them as they are. But the keys of torch's
+        # caches are made next, and must tell ranks apart.
+        plan = make_plan(options, call)
+        if plan.handler != "refused":
+            LocalFlex(call, plan).note_trace(options)
         return tuple(wrap(x, call.query) for x in _outlines(call))
     local = _local(options, call)
     key, value = local.keys(backward=False)
@@ -143,7 +147,8 @@ def _local(options, call: FlexCall) -> LocalFlex:
     if plan.handler == "refused":
         raise in_words(plan, call).error()
     local = LocalFlex(call, plan)
-    local.note_trace(options)
+    if is_tracing():
+        local.note_trace(options)
     return local
 
 
