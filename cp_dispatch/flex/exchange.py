@@ -6,8 +6,8 @@ Keys arrive in one buffer with a place for every position, in true order::
 
     (lanes, all positions, batch rows of a lane, Hkv, D + Dv)
 
-Only the rows that some query block of this rank computes are moved and written; the others are
-memory that no kernel looks at. So one kernel call attends to all keys, its mask has the user's
+Only the rows that some query block of this rank computes are moved, as far as it pays to be
+choosy, and places without a row are memory that no kernel looks at. So one kernel call attends to all keys, its mask has the user's
 columns, and ``score_mod`` and ``mask_mod`` see true key positions, whatever the layout. In the
 backward the rows of dK and dV that were needed go back the same way, in the inputs' dtype as the
 kernel gives them, and their owner adds them up in float32.
@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.flex.needs import Move, Needs, everything, moves
+from cp_dispatch.flex.needs import Move, Needs, everything, moves, pays_to_gather
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
 
 # Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds
 # everybody's rows a second time.
-_AT_ONCE = 2**27
-# With more runs a shard is copied by an index.
+_AT_ONCE = 2**28
+# With more runs than this rows are copied by an index.
 _MAX_RUNS = 4
 
 
@@ -38,30 +38,23 @@ class Exchange:
     """The moves of one rank, for a given mask; used by forward and backward alike."""
 
     def __init__(self, needs: Needs, keys: Ownership, rank: int, device: torch.device):
-        self.keys, self.rank, self.device = keys, rank, device
-        table = moves(needs, keys)
-        size = keys.world_size
-        self._own = _Place(_move_of_all(keys, rank), device)
+        self.keys, self.rank = keys, rank
+        table, whole = moves(needs, keys), moves(everything(keys, keys), keys)
+        ranks = range(keys.world_size)
+        self._own = _Place(whole[rank][rank], device)
         self._home = _Place(table[rank][rank], device)
-        self._to = [_Place(table[rank][taker], device) for taker in range(size)]
-        self._of = [_Place(table[owner][rank], device) for owner in range(size)]
+        self._to = [_Place(table[rank][taker], device) for taker in ranks]
+        self._of = [_Place(table[owner][rank], device) for owner in ranks]
         # By the distance from owner to taker: the most rows of a pair of ranks.
         self._most = [
-            max(table[owner][(owner + distance) % size].rows for owner in range(size))
-            for distance in range(size)
+            max(table[owner][(owner + distance) % len(ranks)].rows for owner in ranks)
+            for distance in ranks
         ]
-        # Every rank needs all keys, which lie in true order: then it is an all-gather.
-        rows = [keys.rows(owner) for owner in range(size)]
-        self._is_gather = (
-            size > 1
-            and keys.lanes == 1
-            and not keys.layout
-            and len(set(rows)) == 1
-            and all(move.rows == rows[0] for moved in table for move in moved)
-        )
-        # Runs of this rank's rows, where they are few enough to be copied one by one.
-        spans = keys.spans(rank)
-        self._runs = spans if keys.lanes == 1 and len(spans) <= _MAX_RUNS else None
+        self.gathers = pays_to_gather(needs, keys)
+        self._in_place = keys.lanes == 1 and not keys.layout
+        self._all = []
+        if self.gathers and not self._in_place:
+            self._all = [_Place(whole[owner][rank], device) for owner in ranks]
 
     @property
     def adds_up(self) -> bool:
@@ -73,23 +66,31 @@ class Exchange:
         """This rank's rows to ``buffer`` (see Note [Rows in place]) and to all who need them, and
         what this rank needs from all."""
         into = buffer.flatten(2).flatten(0, 1)
-        if self._runs is None:
+        if self.keys.lanes > 1:
             self._own.put(into, pack_rows([key, value], self.keys.lanes))
         else:
             views = split_rows(buffer, [key.size(3), value.size(3)])
-            at = 0
-            for place, length in self._runs:
-                for view, x in zip(views, (key, value), strict=True):
-                    view[:, :, place : place + length].copy_(x[:, :, at : at + length])
-                at += length
-        if self._is_gather:
-            all_gather_single(into, self._own.taken(into), group=group)
+            for view, x in zip(views, (key, value), strict=True):
+                self._own.put(view.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
+        if self.gathers:
+            self._gather(group, into)
             return
         for owners, takers in self._steps(into.size(1) * into.element_size()):
             rows = {taker: self._to[taker].taken(into) for taker in takers}
             came = self._swap(group, rows, {owner: self._of[owner].rows for owner in owners})
             for owner, part in came.items():
                 self._of[owner].put(into, part)
+
+    def _gather(self, group, into: Tensor) -> None:
+        own = self._own.taken(into)
+        if self._in_place:
+            all_gather_single(into, own, group=group)
+            return
+        gathered = into.new_empty((len(self._all) * own.size(0), into.size(1)))
+        all_gather_single(gathered, own, group=group)
+        for owner, rows in enumerate(gathered.split(own.size(0))):
+            if owner != self.rank:
+                self._all[owner].put(into, rows)
 
     def bring_back(self, group, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Sums of the ``parts`` (places, n) that ranks computed, into ``shards`` (rows, n) of the
@@ -98,20 +99,22 @@ class Exchange:
             if self._home.rows < shard.size(0):
                 shard.zero_()
             self._home.put_in_shard(shard, self._home.taken(part))
-        row = sum(part.size(1) for part in parts) * parts[0].element_size()
+        size = parts[0].element_size()
         # Few rows go together, many one tensor after the other.
-        together = self._bytes(row) <= _AT_ONCE
-        for group_of in [list(range(len(parts)))] if together else [[i] for i in range(len(parts))]:
-            for owners, takers in self._steps(row):
+        together = [list(range(len(parts)))]
+        if self._bytes(sum(part.size(1) for part in parts) * size) > _AT_ONCE:
+            together = [[i] for i in range(len(parts))]
+        for indices in together:
+            columns = [parts[i].size(1) for i in indices]
+            for owners, takers in self._steps(sum(columns) * size):
                 rows = {
-                    owner: _side_by_side([self._of[owner].taken(parts[i]) for i in group_of])
+                    owner: _side_by_side([self._of[owner].taken(parts[i]) for i in indices])
                     for owner in owners
                 }
                 came = self._swap(group, rows, {taker: self._to[taker].rows for taker in takers})
                 # One rank after the other, so that sums come out the same every time.
                 for taker, found in came.items():
-                    columns = found.split([parts[i].size(1) for i in group_of], 1)
-                    for i, column in zip(group_of, columns, strict=True):
+                    for i, column in zip(indices, found.split(columns, 1), strict=True):
                         self._to[taker].add_to_shard(shards[i], column)
 
     def _swap(self, group, outgoing: dict[int, Tensor], incoming: dict[int, int]):
@@ -149,62 +152,72 @@ class Exchange:
         ]
 
 
-def _move_of_all(keys: Ownership, rank: int) -> Move:
-    """All rows of a rank, as a move to itself."""
-    return moves(everything(keys, keys), keys)[rank][rank]
-
-
 def _side_by_side(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class _Place:
-    """A move's rows as indices: of the owner's shard, and of the buffer of all positions."""
+    """A move's rows: in the owner's shard, and in the buffer of all positions. Rows are dim 0."""
 
     def __init__(self, move: Move, device: torch.device):
         self.rows = move.rows
-        self._shard = _selector(move.shard, device)
-        self._places = _selector(move.places, device)
+        self._shard = _Selector(move.shard, device)
+        self._places = _Selector(move.places, device)
 
     def taken(self, places: Tensor) -> Tensor:
         """The rows as they lie among all."""
-        return _select(places, self._places)
+        return self._places.take(places)
 
     def put(self, into: Tensor, rows: Tensor) -> None:
-        if not self.rows:
-            return
-        if isinstance(self._places, slice):
-            into[self._places] = rows
-        else:
-            into.index_copy_(0, self._places, rows)
+        for part, values in self._places.parts(into, rows):
+            part.copy_(values)
 
     def put_in_shard(self, shard: Tensor, rows: Tensor) -> None:
-        if not self.rows:
-            return
-        if isinstance(self._shard, slice):
-            shard[self._shard] = rows
-        else:
-            shard.index_copy_(0, self._shard, rows.to(shard.dtype))
+        for part, values in self._shard.parts(shard, rows):
+            part.copy_(values)
 
     def add_to_shard(self, shard: Tensor, rows: Tensor) -> None:
-        if not self.rows:
+        for part, values in self._shard.parts(shard, rows):
+            part.add_(values)
+
+
+class _Selector:
+    """Some rows of a tensor: as slices, where they are few runs, else by an index."""
+
+    def __init__(self, spans: tuple[Span, ...], device: torch.device):
+        self._spans = spans
+        self._index = span_indices(spans).to(device) if len(spans) > _MAX_RUNS else None
+
+    def take(self, rows: Tensor) -> Tensor:
+        if self._index is not None:
+            return rows.index_select(0, self._index)
+        parts = [rows[start : start + length] for start, length in self._spans]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else rows[:0]
+
+    def parts(self, rows: Tensor, values: Tensor):
+        """``(some of the rows, their values)``, which are to be written or added."""
+        if self._index is not None:
+            yield _Indexed(rows, self._index), values
             return
-        if isinstance(self._shard, slice):
-            shard[self._shard] += rows
-        else:
-            shard.index_add_(0, self._shard, rows.to(shard.dtype))  # no row occurs twice
+        at = 0
+        for start, length in self._spans:
+            yield rows[start : start + length], values[at : at + length]
+            at += length
 
 
-def _selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
-    if not spans:
-        return slice(0, 0)
-    if len(spans) == 1:
-        return slice(spans[0].position, sum(spans[0]))
-    return span_indices(spans).to(device)
+class _Indexed:
+    """Rows by an index in which none occurs twice."""
 
+    def __init__(self, rows: Tensor, index: Tensor):
+        self._rows, self._index = rows, index
 
-def _select(rows: Tensor, selector: slice | Tensor) -> Tensor:
-    return rows[selector] if isinstance(selector, slice) else rows.index_select(0, selector)
+    def copy_(self, values: Tensor) -> None:
+        self._rows.index_copy_(0, self._index, values.to(self._rows.dtype))
+
+    def add_(self, values: Tensor) -> None:
+        self._rows.index_add_(0, self._index, values.to(self._rows.dtype))
 
 
 # -- Between the attention's tensors and rows ---------------------------------------------------

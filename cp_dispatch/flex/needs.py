@@ -16,6 +16,9 @@ from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 
+# The share of all keys from which on all of them are gathered.
+_MOST = 0.75
+
 #: ``[rank][lane]`` -> runs of needed positions, ascending.
 Needs = tuple[tuple[tuple[Span, ...], ...], ...]
 
@@ -104,6 +107,16 @@ def _append(spans: list[Span], start: int, length: int) -> None:
         spans.append(Span(start, length))
 
 
+def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
+    """Whether ranks need so many of all keys that one gather of all is quicker."""
+    rows = {keys.rows(owner) for owner in range(keys.world_size)}
+    needed = sum(move.rows for moved in moves(needs, keys) for move in moved)
+    everyone = keys.world_size**2 * keys.lanes * max(rows)
+    return keys.world_size > 1 and len(rows) == 1 and needed >= _MOST * everyone
+
+
 def rows_sent(needs: Needs, keys: Ownership, rank: int) -> int:
     """Rows that ``rank`` sends to others in a forward."""
+    if pays_to_gather(needs, keys):
+        return (keys.world_size - 1) * keys.lanes * keys.rows(rank)
     return sum(move.rows for move in moves(needs, keys)[rank] if move.taker != rank)
