@@ -173,6 +173,8 @@ IMPLEMENTATIONS = {
     "cp_dispatch, head-tail": (lambda p: ours(p, "auto", "head-tail"), ("causal",)),
     "cp_dispatch gather, head-tail": (lambda p: ours(p, "gather", "head-tail"), ("causal",)),
     "cp_dispatch, document head-tail": (lambda p: ours(p, "auto", "documents"), ("documents",)),
+    "cp_dispatch ring, head-tail": (lambda p: ours(p, "ring", "head-tail"), ("causal",)),
+    "cp_dispatch ring": (lambda p: ours(p, "ring", None), ("documents", "window")),
     "cp_dispatch, blocks": (lambda p: ours(p, "auto", "blocks"), ("causal", "documents")),
     "torch cp, head-tail": (
         lambda p: torch_cp(p, "head-tail"), ("causal", "documents", "window"),

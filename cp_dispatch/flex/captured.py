@@ -76,5 +76,5 @@ def gradient(grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part) 
     else:
         placed = [Replicate()] * mesh.ndim
     summed = DTensor.from_local(wide, mesh, shares, run_check=False).redistribute(placements=placed)
-    summed = summed.to(grad.dtype)
+    summed = summed.to(buffer.dtype)
     return summed if isinstance(buffer, DTensor) else local_tensor(summed)

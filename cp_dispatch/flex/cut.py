@@ -94,25 +94,37 @@ def lists(table: Tensor) -> tuple[Tensor, Tensor]:
     return table.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def cut(mask: Blocks, owned: Ownership, rank: int, block: int, columns: int) -> Blocks:
+def cut(
+    mask: Blocks, owned: Ownership, rank: int, block: int, columns: int, window=None, is_cut=False
+) -> Blocks:
     """The blocks of ``rank``'s rows; ``block`` is the number of rows of a query block.
 
     Of ``mask`` only the lists of key blocks are looked at. With several lanes its batch dim has
-    one row for each, or one.
+    one row for each, or one. ``window`` chooses columns (see Note [Windows]); ``is_cut``: the mask
+    has this rank's rows only.
     """
     covered = touched(owned, rank, block)
     partial = dense(mask.kv_num, mask.kv_indices, columns)
-    if not covered.complete:
-        empty = partial[:, :, :0]
-        return of_tables(empty, None if mask.full_kv_num is None else empty)
-    index = torch.tensor(covered.blocks, device=partial.device)
-    if mask.full_kv_num is None:
-        return of_tables(_rows(partial, index).any(3), None)
-    full = dense(mask.full_kv_num, mask.full_kv_indices, columns)
-    some = _rows(partial | full, index).any(3)
-    every = _rows(full, index).all(3)
-    complete = torch.tensor(covered.complete, device=partial.device).view(-1, 1)
-    return of_tables(some & ~(every & complete), every & complete)
+    full = None
+    if mask.full_kv_num is not None:
+        full = dense(mask.full_kv_num, mask.full_kv_indices, columns)
+    blocks = len(covered.complete)
+    if is_cut or not blocks:
+        some, every = partial[:, :, :blocks], full if full is None else full[:, :, :blocks]
+        some = some if every is None else some | every
+    else:
+        index = torch.tensor(covered.blocks, device=partial.device)
+        some, every = _rows(partial if full is None else partial | full, index).any(3), None
+        if full is not None:
+            complete = torch.tensor(covered.complete, device=partial.device).view(-1, 1)
+            every = _rows(full, index).all(3) & complete
+    if window is not None:
+        chosen = torch.tensor(window.blocks, dtype=torch.int64, device=some.device)
+        some = some.index_select(3, chosen)
+        if every is not None:
+            own = torch.tensor(window.own, dtype=torch.bool, device=some.device)
+            every = every.index_select(3, chosen) & own
+    return of_tables(some if every is None else some & ~every, every)
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:

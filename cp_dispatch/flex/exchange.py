@@ -6,11 +6,11 @@ Keys arrive in one buffer with a place for every position, in true order::
 
     (lanes, all positions, batch rows of a lane, Hkv, D + Dv)
 
-Only the rows that some query block of this rank computes are moved, as far as it pays to be
-choosy, and places without a row are memory that no kernel looks at. So one kernel call attends to all keys, its mask has the user's
-columns, and ``score_mod`` and ``mask_mod`` see true key positions, whatever the layout. In the
-backward the rows of dK and dV that were needed go back the same way, in the inputs' dtype as the
-kernel gives them, and their owner adds them up in float32.
+Only the rows that some query block of this rank computes are moved, unless ranks need most rows of
+all, and places without a row are memory that no kernel looks at. So one kernel call attends to all
+keys, its mask has the user's columns, and ``score_mod`` and ``mask_mod`` see true key positions,
+whatever the layout. In the backward the rows of dK and dV that were needed go back the same way, in
+the inputs' dtype as the kernel gives them, and their owner adds them up in float32.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
         return FlexPlan("stock", reasons=reasons, call=call.describe())
     plan = in_words(make_plan(options, call), call)
-    if plan.handler == "refused" or plan.schedule not in ("exchange", "gather"):
+    if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):
         return plan
     local = LocalFlex(call, plan)
     try:
@@ -53,5 +53,6 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         return plan
     else:
         needs = job.needs()
-    rows = tuple(rows_sent(needs, job.keys, rank) for rank in range(plan.world_size))
+    ranks, may_gather = range(plan.world_size), plan.schedule != "ring"
+    rows = tuple(rows_sent(needs, job.keys, rank, may_gather) for rank in ranks)
     return dataclasses.replace(plan, rows_sent=rows)

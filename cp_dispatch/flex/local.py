@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall, sharded_dims
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.exchange import split_rows
+from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Place, pieces
 from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.flex.plan import FlexPlan
@@ -78,7 +80,12 @@ class LocalFlex:
 
     @property
     def _moves_keys(self) -> bool:
-        return self.plan.schedule in ("exchange", "gather") and self.plan.world_size > 1
+        return self.plan.schedule in ("exchange", "gather", "ring") and self.plan.world_size > 1
+
+    @property
+    def rings(self) -> bool:
+        """Whether keys come owner by owner (:mod:`cp_dispatch.flex.ring`)."""
+        return self.plan.schedule == "ring" and self.plan.world_size > 1
 
     @property
     def is_empty(self) -> bool:
@@ -126,14 +133,21 @@ class LocalFlex:
             self.group_name, self._layout, self.has_local_rows, self.plan.schedule == "gather",
         )  # fmt: skip
 
-    def mask(self, mask_mod) -> tuple:
-        """The block mask of this rank's rows, as the higher-order op takes it."""
+    def mask(self, mask_mod, hop: int = -1) -> tuple:
+        """The block mask of this rank's rows, as the higher-order op takes it; at a hop, of the
+        owner's window of keys."""
         mask, rows = self.call.mask, local_tensor(self.call.query).shape[2]
-        if self.plan.world_size == 1 or self.has_local_rows:
+        if hop < 0 and (self.plan.world_size == 1 or self.has_local_rows):
             blocks = self._own_part(mask.lists)
         else:
-            blocks = self._cut()
-        return mask.of_rows(rows, blocks, mask_mod)
+            blocks = self._cut(hop)
+        keys = None if hop < 0 else self.window(hop).length
+        return mask.of_rows(rows, blocks, mask_mod, keys)
+
+    def window(self, hop: int) -> Window:
+        keys = ownership(int(self.plan.key_length), self.plan.ring_shape, self._layout)
+        owner = (self.rank - hop) % self.plan.world_size
+        return window(keys, owner, self.call.mask.block_size[1])
 
     def _own_part(self, lists: Blocks) -> Blocks:
         first, batch, first_head, heads = self.part
@@ -146,17 +160,19 @@ class LocalFlex:
             tensors.append(x)
         return Blocks(*tensors)
 
-    def _cut(self) -> Blocks:
+    def _cut(self, hop: int) -> Blocks:
         lists = self.call.mask.lists
-        packed = _OPS.flex_cut(*self.mask_arguments)
+        packed = _OPS.flex_cut(*self.mask_arguments, hop)
         batch, heads = lists.kv_num.shape[:2]
         batch = max(self._lanes, self.part[1] if batch > 1 else 1)
         heads = self.part[3] if heads > 1 else 1
         columns = -(-self.plan.key_length // self.call.mask.block_size[1])
+        if hop >= 0:
+            columns = len(self.window(hop).blocks)
         shapes = packed_shapes(
             batch, heads, self._block_rows[2], columns, lists.full_kv_num is not None
         )
-        return Blocks(*_apart(unpack(packed, shapes)))
+        return Blocks(*apart(unpack(packed, shapes)))
 
     # -- The mods ---------------------------------------------------------------------------
 
@@ -168,6 +184,12 @@ class LocalFlex:
             found = pieces(self.queries.spans(self.rank))
         table = lanes if self.plan.world_size > 1 and found is None else 0
         return Place(self.part[0], self.part[2], found, table)
+
+    def place_at(self, hop: int) -> Place:
+        """:attr:`place` with the keys of a hop."""
+        window = self.window(hop)
+        owned = None if all(window.own) else window.spans
+        return dataclasses.replace(self.place, keys=window.pieces, owned=owned)
 
     @functools.cached_property
     def _table(self) -> Tensor | None:
@@ -194,7 +216,7 @@ class LocalFlex:
         # Triton's kernels look at no block that the mask does not list, all others at all.
         fill = not (key.device.type == "cuda" and compiles_for_inductor())
         buffer = _OPS.flex_bring(key, value, *self.mask_arguments, fill, backward)
-        return tuple(_apart(split_rows(buffer, [key.shape[3], value.shape[3]])))
+        return tuple(apart(split_rows(buffer, [key.shape[3], value.shape[3]])))
 
     def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, summed over the ranks that computed them; where every
@@ -210,7 +232,7 @@ class LocalFlex:
         return self.plan.schedule == "replicated_keys" and self.plan.world_size > 1
 
 
-def _apart(tensors) -> list[Tensor | None]:
+def apart(tensors) -> list[Tensor | None]:
     """Views of one buffer, or for inductor's kernel for CPU, which takes no two arguments from one
     buffer, copies."""
     given = [x for x in tensors if x is not None]

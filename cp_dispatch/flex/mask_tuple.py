@@ -45,10 +45,11 @@ class MaskTuple:
         """The lists of key blocks, from which the others follow."""
         return self.given[2:6]
 
-    def of_rows(self, rows, blocks: Blocks, mask_mod) -> tuple:
-        """The tuple for some rows of queries and all keys."""
+    def of_rows(self, rows, blocks: Blocks, mask_mod, keys=None) -> tuple:
+        """The tuple for some rows of queries and all keys, or so many."""
         between = (None,) * (len(self.given) - 13)
-        return (rows, self.given[1], *blocks, *between, *self.given[-3:-1], mask_mod)
+        keys = self.given[1] if keys is None else keys
+        return (rows, keys, *blocks, *between, *self.given[-3:-1], mask_mod)
 
 
 def no_mask(query: Tensor, key: Tensor) -> MaskTuple:

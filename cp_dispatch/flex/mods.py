@@ -16,7 +16,7 @@ _MAX_PIECES = 4
 
 @dataclass(frozen=True)
 class Pieces:
-    """Local rows to true positions by adding: rows from ``starts[i]`` on are ``offsets[i]`` off."""
+    """Local rows or keys to true positions: from ``starts[i]`` on they are ``offsets[i]`` off."""
 
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -52,6 +52,10 @@ class Place:
     first_head: int = 0
     pieces: Pieces | None = None
     table_lanes: int = 0
+    #: In a window (see :mod:`cp_dispatch.flex.hops`): its keys to positions, and, where it has
+    #: keys that its owner has not, the positions that are the owner's.
+    keys: Pieces | None = None
+    owned: tuple[Span, ...] | None = None
 
     @property
     def is_identity(self) -> bool:
@@ -60,6 +64,8 @@ class Place:
             and not self.first_head
             and not self.table_lanes
             and self.pieces in (None, Pieces((0,), (0,)))
+            and self.keys in (None, Pieces((0,), (0,)))
+            and self.owned is None
         )
 
     def buffers(self, buffers: tuple, table: Tensor | None) -> tuple:
@@ -71,8 +77,9 @@ class Place:
             return mod
 
         def mask_mod(b, h, row, kv_idx, *buffers):
-            b, h, q_idx, buffers = self._true(b, h, row, buffers)
-            return mod(b, h, q_idx, kv_idx, *buffers)
+            b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
+            seen = mod(b, h, q_idx, kv_idx, *buffers)
+            return seen if self.owned is None else seen & self._is_owned(kv_idx)
 
         return mask_mod
 
@@ -82,7 +89,7 @@ class Place:
             return mod
 
         def score_mod(score, b, h, row, kv_idx, *buffers):
-            b, h, q_idx, buffers = self._true(b, h, row, buffers)
+            b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
             return mod(score, b, h, q_idx, kv_idx, *buffers)
 
         return score_mod
@@ -93,13 +100,20 @@ class Place:
             return graph
 
         def joint_graph(score, b, h, row, kv_idx, grad, *buffers):
-            b, h, q_idx, buffers = self._true(b, h, row, buffers)
+            b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
             grads = graph(score, b, h, q_idx, kv_idx, grad, *buffers)
             return [*grads, None] if self.table_lanes else list(grads)
 
         return joint_graph
 
-    def _true(self, b, h, row, buffers):
+    def _is_owned(self, kv_idx):
+        inside = None
+        for position, length in self.owned:
+            here = (kv_idx >= position) & (kv_idx < position + length)
+            inside = here if inside is None else inside | here
+        return inside
+
+    def _true(self, b, h, row, kv_idx, buffers):
         if self.table_lanes:
             *buffers, table = buffers
             # In int32 like all indices of a kernel.
@@ -108,4 +122,5 @@ class Place:
             q_idx = self.pieces(b, row) if self.pieces is not None else row
         b = b + self.first_batch if self.first_batch else b
         h = h + self.first_head if self.first_head else h
-        return b, h, q_idx, buffers
+        kv_idx = kv_idx if self.keys is None else self.keys(b, kv_idx)
+        return b, h, q_idx, kv_idx, buffers

@@ -115,8 +115,8 @@ def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
     return keys.world_size > 1 and len(rows) == 1 and needed >= _MOST * everyone
 
 
-def rows_sent(needs: Needs, keys: Ownership, rank: int) -> int:
+def rows_sent(needs: Needs, keys: Ownership, rank: int, may_gather: bool = True) -> int:
     """Rows that ``rank`` sends to others in a forward."""
-    if pays_to_gather(needs, keys):
+    if may_gather and pays_to_gather(needs, keys):
         return (keys.world_size - 1) * keys.lanes * keys.rows(rank)
     return sum(move.rows for move in moves(needs, keys)[rank] if move.taker != rank)

@@ -25,6 +25,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import needs as needs_
 from cp_dispatch.flex.cut import Blocks, cut, dense, pack, packed_shapes, packed_size, touched
 from cp_dispatch.flex.exchange import Exchange, rows_of, split_rows
+from cp_dispatch.flex.hops import Hop, Window, window
 from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.layouts import from_text
@@ -46,12 +47,16 @@ _MASK = (
     "int[] ring_shape, int ring_rank, str group_name, str layout, bool local_rows, bool whole"
 )
 # fill: places of keys that do not come hold zeros, for kernels that look at all of them.
+# hop: the keys of the rank so many places before alone, in their window; -1, all keys.
 # backward: tells the two calls of a graph apart, or torch would keep the first one's buffer.
 SCHEMAS = (
-    f"flex_cut({_MASK}) -> Tensor",
+    f"flex_cut({_MASK}, int hop) -> Tensor",
     f"flex_bring(Tensor key, Tensor value, {_MASK}, bool fill, bool backward) -> Tensor",
     "flex_bring_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
     f"{_MASK}) -> (Tensor, Tensor)",
+    f"flex_hop(Tensor key, Tensor value, {_MASK}, int hop, bool fill, bool backward) -> Tensor",
+    "flex_hop_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
+    f"{_MASK}, int hop) -> (Tensor, Tensor)",
     "flex_order(Tensor like, str layout, int ring_rank, SymInt[] part, SymInt rows) -> Tensor",
     "flex_apart(Tensor[] parts) -> Tensor[]",
 )
@@ -131,13 +136,27 @@ class MaskJob:
             self.layout, self.local_rows, self.whole,
         )  # fmt: skip
 
+    def hop(self, hop: int, device: torch.device) -> Hop:
+        """What moves at one hop of the ring."""
+
+        def make() -> Hop:
+            needs = _kept.get(self.tensors, (self._key, "needs"), self._find_needs)
+            return Hop(needs, self.keys, self.ring_rank, hop, self.blocks[1], device)
+
+        return _kept.get(self.tensors, (self._key, str(device), hop), make)
+
+    def window(self, hop: int) -> Window:
+        """The key blocks of the owner at a hop."""
+        owner = (self.ring_rank - hop) % self.keys.world_size
+        return window(self.keys, owner, self.blocks[1])
+
     def _exchange(self, device: torch.device) -> Exchange:
-        keys = self.keys
+        return Exchange(self._find_needs(), self.keys, self.ring_rank, device)
+
+    def _find_needs(self) -> needs_.Needs:
         if self.whole:
-            needs = needs_.everything(self.queries, keys)
-        else:
-            needs = self._needs_of_all(keys) if self.local_rows else self.needs()
-        return Exchange(needs, keys, self.ring_rank, device)
+            return needs_.everything(self.queries, self.keys)
+        return self._needs_of_all(self.keys) if self.local_rows else self.needs()
 
     def needs(self) -> needs_.Needs:
         """What every rank needs, from a mask of all rows."""
@@ -166,12 +185,13 @@ class MaskJob:
             tuple(needs_.runs(lane, self.blocks[1], keys) for lane in rank) for rank in every.cpu()
         )
 
-    def packed_shapes(self) -> list[tuple | None]:
+    def packed_shapes(self, hop: int) -> list[tuple | None]:
         """Shapes of the tensors of the cut mask."""
+        columns = self.columns if hop < 0 else len(self.window(hop).blocks)
         batch = max(self.lanes, _part_size(self.kv_num.size(0), self.part[1]))
         heads = _part_size(self.kv_num.size(1), self.part[3])
         rows = len(touched(self.queries, self.ring_rank, self.blocks[0]).complete)
-        return packed_shapes(batch, heads, rows, self.columns, self.full_kv_num is not None)
+        return packed_shapes(batch, heads, rows, columns, self.full_kv_num is not None)
 
 
 def _part_size(size, part):
@@ -180,20 +200,22 @@ def _part_size(size, part):
 
 def _flex_cut(*args) -> Tensor:
     """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
-    job = MaskJob(*args)
+    *mask, hop = args
+    job = MaskJob(*mask)
 
     def make() -> Tensor:
-        return pack(
-            cut(job.own_part(), job.queries, job.ring_rank, job.blocks[0], int(job.columns))
-        )
+        chosen = None if hop < 0 else job.window(hop)
+        where = job.queries, job.ring_rank, job.blocks[0], int(job.columns)
+        return pack(cut(job.own_part(), *where, chosen, job.local_rows))
 
     # A copy: what an op returns is the graph's, which may write over it.
-    return _kept.get(job.tensors, (job._key, "cut"), make).clone()
+    return _kept.get(job.tensors, (job._key, hop, "cut"), make).clone()
 
 
 def _flex_cut_fake(*args) -> Tensor:
-    job = MaskJob(*args)
-    return job.kv_num.new_empty(packed_size(job.packed_shapes()), dtype=torch.int32)
+    *mask, hop = args
+    job = MaskJob(*mask)
+    return job.kv_num.new_empty(packed_size(job.packed_shapes(hop)), dtype=torch.int32)
 
 
 def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
@@ -247,6 +269,51 @@ def _flex_bring_back_fake(grad_key, grad_value, key, value, *args):
     return torch.empty_like(key), torch.empty_like(value)
 
 
+def _flex_hop(key: Tensor, value: Tensor, *args) -> Tensor:
+    """Keys and values of the owner at a hop, ``(1, keys of its window, B, Hkv, D + Dv)``."""
+    *mask, hop, fill, _ = args
+    job = MaskJob(*mask)
+    _check_rows(job, key)
+    buffer = _hop_buffer(job, key, value, hop)
+    if fill:
+        buffer.zero_()
+    into = buffer.flatten(2).flatten(0, 1)
+    job.hop(hop, key.device).bring(resolve_group(job.group_name), key, value, into)
+    return buffer
+
+
+def _hop_buffer(job: MaskJob, key: Tensor, value: Tensor, hop: int) -> Tensor:
+    batch, heads, _, dim = key.shape
+    return key.new_empty((1, job.window(hop).length, batch, heads, dim + value.size(3)))
+
+
+def _flex_hop_fake(key, value, *args):
+    return _hop_buffer(MaskJob(*args[:-3]), key, value, args[-3])
+
+
+def _flex_hop_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
+    """What the rank that used this rank's keys at a hop adds to their gradients, wide,
+    ``(1, L, B, Hkv, D)``; takes the gradients of the keys that this rank used."""
+    *mask, hop = args
+    job = MaskJob(*mask)
+    shares = tuple(x.zero_() for x in _hop_shares(key, value))
+    into = [x.flatten(2).flatten(0, 1) for x in shares]
+    group = resolve_group(job.group_name)
+    job.hop(hop, key.device).bring_back(group, [grad_key, grad_value], into)
+    return shares
+
+
+def _hop_shares(*keys: Tensor) -> tuple[Tensor, ...]:
+    return tuple(
+        x.new_empty((1, x.size(2), x.size(0), x.size(1), x.size(3)), dtype=wide_dtype(x.dtype))
+        for x in keys
+    )
+
+
+def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
+    return _hop_shares(key, value)
+
+
 def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor:
     """True positions of a rank's rows ``(lanes, rows)`` int32; of rank -1, where in the permuted
     sequence each position lies; of rank -2, the inverse of that."""
@@ -289,10 +356,16 @@ def _check_rows(job: MaskJob, key: Tensor) -> None:
 
 for _schema, _kernel, _fake in zip(
     SCHEMAS,
-    (_flex_cut, _flex_bring, _flex_bring_back, _flex_order, _flex_apart),
-    (_flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_order_fake, _flex_apart),
+    (
+        _flex_cut, _flex_bring, _flex_bring_back, _flex_hop, _flex_hop_back, _flex_order,
+        _flex_apart,
+    ),
+    (
+        _flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_hop_fake,
+        _flex_hop_back_fake, _flex_order_fake, _flex_apart,
+    ),
     strict=True,
-):
+):  # fmt: skip
     _name = _schema.split("(")[0]
     library.define(
         _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)

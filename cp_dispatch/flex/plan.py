@@ -10,17 +10,19 @@ from torch.distributed.tensor import Shard
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.flex.hops import MAX_RUNS, fits
+from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.refusal import refusals
-from cp_dispatch.layouts import Balancer
+from cp_dispatch.layouts import Balancer, Span
+from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.options import Options
 
-#: What the schedules of ``enable`` mean here.
-SCHEDULES = {
-    "auto": "exchange",
-    "gather": "gather",
-    "ring": "exchange",
-    "natural_ring": "exchange",
-    "mirrored_ring": "exchange",
+_RINGS = ("ring", "natural_ring", "mirrored_ring")
+_WHY = {
+    "exchange": "only keys that some row of a rank computes are sent to it, or all to all where "
+    "most are needed",
+    "gather": "all keys are sent to all ranks",
+    "ring": "one kernel call for each owner of keys, merged by their logsumexp",
 }
 
 
@@ -31,7 +33,8 @@ class FlexPlan:
     Attributes:
         handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
         schedule: ``"exchange"``, ranks send each other the keys that their rows compute;
-            ``"gather"``, all keys to all ranks; ``"replicated_keys"``, each rank has all keys;
+            ``"gather"``, all keys to all ranks; ``"ring"``, as an exchange, but with one owner's
+            keys at a time; ``"replicated_keys"``, each rank has all keys;
             ``"local"``, the sequence is not sharded.
         layout: in which order the shards lie, None for natural order.
         mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
@@ -68,10 +71,14 @@ class FlexPlan:
     @property
     def extra_bytes(self) -> tuple[int, int]:
         """Extra memory of a forward and of a backward beside inputs and results: keys and values
-        of all positions, and in a backward their gradients."""
-        if self.schedule not in ("exchange", "gather") or self.world_size == 1:
+        of all positions, and in a backward their gradients. In a ring, of one rank: what is there
+        and what comes; in a backward also what goes, and sums in float32."""
+        if self.schedule not in _WHY or self.world_size == 1:
             return 0, 0
         size = self.key_length * self.key_row_bytes
+        if self.schedule == "ring":
+            shard = -(-self.key_length // self.world_size) * self.key_row_bytes
+            return 2 * shard, 6 * shard
         return size, 2 * size
 
     def error(self) -> ContextParallelError:
@@ -116,13 +123,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
     elif Shard(2) not in key.placements:
         schedule, why = "replicated_keys", "each rank has all keys"
     else:
-        schedule = SCHEDULES.get(options.schedule, "exchange")
-        why = {
-            "exchange": "only keys that some row of a rank computes are sent to it",
-            "gather": "all keys are sent to all ranks",
-        }[schedule]
-        if options.schedule not in ("auto", schedule):
-            why = f"there is no {options.schedule} of flex_attention; {why}"
+        schedule, why = _moving(options, call, ring)
     return FlexPlan(
         "cp_dispatch",
         schedule,
@@ -134,6 +135,31 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         _key_row_bytes(call),
         (why,),
     )
+
+
+def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[str, str]:
+    """The schedule of a call whose keys are sharded, and why."""
+    if options.schedule == "gather":
+        return "gather", _WHY["gather"]
+    if options.schedule not in _RINGS:
+        return "exchange", _WHY["exchange"]
+    mesh = call.query.device_mesh
+    shape = tuple(map(mesh.size, ring))
+    layout = "" if options.layout is None else options.layout.text
+    lengths = int(call.query.shape[2]), int(call.key.shape[2])
+    if not all(fits(ownership(length, shape, layout)) for length in lengths):
+        why = f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
+        return "exchange", f"{why}; {_WHY['exchange']}"
+    if not all(_everyone_has_some(call.query, dim) for dim in (0, 1)):
+        return "exchange", f"no ring, for some rank has no batch row or head; {_WHY['exchange']}"
+    return "ring", _WHY["ring"]
+
+
+def _everyone_has_some(query, tensor_dim: int) -> bool:
+    span = Span(0, int(query.shape[tensor_dim]))
+    for mesh_dim in sharded_dims(query, tensor_dim):
+        span = chunk(span, query.device_mesh.size(mesh_dim))[-1]
+    return span.length > 0
 
 
 def _key_row_bytes(call: FlexCall) -> int:

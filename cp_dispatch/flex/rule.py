@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.flex import captured
+from cp_dispatch.flex import captured, ring
 from cp_dispatch.flex import ops as _ops  # noqa: F401  defines the ops
 from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex, wrap
@@ -95,6 +95,9 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
             LocalFlex(call, plan).note_trace(options)
         return tuple(wrap(x, call.query) for x in _outlines(call))
     local = _local(options, call)
+    if local.rings and _in_base_two(kernel_options):
+        results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)
+        return tuple(wrap(x, call.query) for x in results)
     key, value = local.keys(backward=False)
     query = local_tensor(call.query)
     if local.is_empty:
@@ -114,25 +117,21 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
     gradients of."""
     local = _local(options, call)
     out, logsumexp, grad_out, grad_logsumexp = results
-    key, value = local.keys(backward=True)
-    query = local_tensor(call.query)
-    buffers = local.buffers()
-    if local.is_empty:
-        grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        of_buffers = [_zeros(x) for x in buffers[0]]
+    results = (
+        local_tensor(out), local_tensor(logsumexp), _placed_like_query(grad_out, call.query),
+        _placed_like_query(grad_logsumexp, call.query),
+    )  # fmt: skip
+    if local.rings and _in_base_two(kernel_options):
+        grad_query, grad_key, grad_value, of_buffers = ring.backward(
+            local, BACKWARD, results, score_mod, joint_graph, scale, kernel_options
+        )
     else:
-        place = local.place
-        *grads, of_buffers = BACKWARD(
-            query, key, value, local_tensor(out), local_tensor(logsumexp),
-            _placed_like_query(grad_out, call.query),
-            _placed_like_query(grad_logsumexp, call.query),
-            place.score_mod(score_mod),
-            None if joint_graph is None else place.joint_graph(joint_graph),
-            local.mask(place.mask_mod(call.mask.mask_mod)), scale, kernel_options, *buffers,
-        )  # fmt: skip
-    grad_key, grad_value = local.key_gradients(*grads[1:])
+        grad_query, *grads, of_buffers = _backward_of_all(
+            local, results, score_mod, joint_graph, scale, kernel_options
+        )
+        grad_key, grad_value = local.key_gradients(*grads)
     return (
-        wrap(grads[0], call.query),
+        wrap(grad_query, call.query),
         _key_gradient(grad_key, call.key, local),
         _key_gradient(grad_value, call.value, local),
         tuple(
@@ -140,6 +139,26 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
             for grad, buffer in zip(of_buffers, call.score_buffers, strict=False)
         ),
     )
+
+
+def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, kernel_options):
+    """dQ, dK and dV of all keys, and gradients of captured tensors, from this rank's rows."""
+    key, value = local.keys(backward=True)
+    query, buffers = local_tensor(local.call.query), local.buffers()
+    if local.is_empty:
+        grads = (torch.zeros_like(x) for x in (query, key, value))
+        return *grads, [_zeros(x) for x in buffers[0]]
+    place = local.place
+    return BACKWARD(
+        query, key, value, *results, place.score_mod(score_mod),
+        None if joint_graph is None else place.joint_graph(joint_graph),
+        local.mask(place.mask_mod(local.call.mask.mask_mod)), scale, kernel_options, *buffers,
+    )  # fmt: skip
+
+
+def _in_base_two(kernel_options: dict) -> bool:
+    """Whether the logsumexp is in base 2, as a ring takes it; one of torch's kernels differs."""
+    return kernel_options.get("BACKEND") != "FLASH"
 
 
 def _local(options, call: FlexCall) -> LocalFlex:

@@ -88,6 +88,24 @@ def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> N
     assert CUT not in backward and ORDER not in backward, backward
 
 
+def compiled_ring(env: Env) -> None:
+    """As exact as one device, all hops in one graph, forward and backward."""
+    torch._dynamo.reset()
+    problem, graphs = FlexProblem("relative bias", 250, block=32), Graphs()
+    attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+    with gradients_on_cpu():
+        single = one_device(problem)
+        for layout in (None, HeadTail(250, env.world_size)):
+            with cp_dispatch.enabled(schedule="ring", layout=layout):
+                got = run_sharded(problem, env.mesh(), layout=layout, attend=attend)
+            check(got, exact(problem), single)
+    hop, back = "cp_dispatch.flex_hop.default", "cp_dispatch.flex_hop_back.default"
+    for forward, backward in zip(graphs.forward, graphs.backward, strict=True):
+        assert forward[hop] == forward[CUT] == forward["flex_attention"] == env.world_size
+        assert backward[hop] == backward[back] == env.world_size
+        assert backward["flex_attention_backward"] == env.world_size
+
+
 def documents_of_other_lengths(env: Env) -> None:
     """One graph for all contents of a mask, and what moves goes by the contents."""
     torch._dynamo.reset()
@@ -226,6 +244,7 @@ CASES = {
     "in a function": functools.partial(
         alone, problem=FlexProblem("documents", 192), compile_what="function"
     ),
+    "ring": compiled_ring,
     "documents of other lengths": documents_of_other_lengths,
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
     "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),

@@ -274,6 +274,20 @@ _case("gather", judge, (3,), problem=FlexProblem("window", 250), schedule="gathe
 _case("gather even", judge, (4,), problem=FlexProblem("causal", 256), schedule="gather")
 _case("gather in a layout", laid_out, (3,), problem=FlexProblem("causal", 250), kind="head-tail",
       schedule="gather")  # fmt: skip
+for _kind, _length in (
+    ("causal", 384), ("window", 250), ("documents of each row", 200), ("relative bias", 127),
+    ("blind rows", 256), ("by head", 100),
+):  # fmt: skip
+    _problem = FlexProblem(_kind, _length, block=32)
+    _case(f"ring {_kind} {_length}", judge, (3,), problem=_problem, schedule="ring")
+_case("ring in a layout", laid_out, (2,), problem=FlexProblem("window", 250, block=32),
+      kind="head-tail", schedule="ring")  # fmt: skip
+_case("ring, bias in a layout", laid_out, (2,), problem=FlexProblem("relative bias", 256, block=64),
+      kind="head-tail", schedule="ring")  # fmt: skip
+_case("ring of bfloat16", judge, (2,), schedule="ring",
+      problem=FlexProblem("soft cap", 256, dtype=torch.bfloat16, heads=4))  # fmt: skip
+_case("ring on two mesh dims", two_dims, (4,), placements=(Shard(1), Shard(2)), schedule="ring",
+      problem=FlexProblem("by head", 96, block=32))  # fmt: skip
 _case("shorter than the ranks", judge, (4,), problem=FlexProblem("causal", 5))
 _case("grouped heads", judge, (2,), problem=FlexProblem("window", 256, heads=4, key_heads=2,
                                                         value_dim=24, scale=0.3))  # fmt: skip

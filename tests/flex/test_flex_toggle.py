@@ -212,10 +212,16 @@ def test_explain_tells_what_moves():
     assert plain.handler == "stock"
 
 
-def test_explain_of_a_ring_says_that_there_is_none():
+def test_explain_of_a_ring():
     with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule="natural_ring"):
-        plan = cp_dispatch.explain_flex(*[outline(mesh, SHAPE)] * 3)
-        assert "there is no natural_ring of flex_attention" in str(plan)
+        plan = cp_dispatch.explain_flex(*[outline(mesh, SHAPE)] * 3, mask_of(64))
+        assert plan.schedule == "ring" and plan.rows_sent == (32, 32)
+        assert plan.extra_bytes == (64 * plan.key_row_bytes, 3 * 64 * plan.key_row_bytes)
+        odd = [outline(mesh, (2, 1, 64, 8), (Shard(1),))] * 3
+        assert cp_dispatch.explain_flex(*odd).schedule == "local"
+    with fake_ranks(4) as mesh, cp_dispatch.enabled(schedule="ring"):
+        plan = cp_dispatch.explain_flex(*[outline(mesh, (1, 1, 5, 8))] * 3)
+        assert plan.schedule == "exchange" and "no ring, for some rank has no rows" in str(plan)
 
 
 def test_local_rows_to_positions():

@@ -277,6 +277,12 @@ for _block in (256, (256, 128)):
 _case("grouped heads", judge, problem=FlexProblem("window", 2048, heads=8, key_heads=2, dim=128,
                                                   dtype=BF16))  # fmt: skip
 _case("gather", judge, problem=FlexProblem("causal", 2048, dim=64, dtype=BF16), schedule="gather")
+for _kind, _length in (("causal", 2048), ("relative bias", 1000), ("documents", 384)):
+    for _dtype in (torch.float32, BF16):
+        _case(f"ring {_kind} {_length} {_dtype}", judge, schedule="ring",
+              problem=FlexProblem(_kind, _length, dim=64, dtype=_dtype))  # fmt: skip
+_case("ring in a layout", laid_out, kind="head-tail", schedule="ring",
+      problem=FlexProblem("window", 2048, dim=64, dtype=BF16))  # fmt: skip
 _case("keys on every rank", judge, problem=FlexProblem("window", 2048, dim=64),
       key_placements=(Replicate(),))  # fmt: skip
 _case("own rows", own_rows, problem=FlexProblem("documents", 2048, dim=64), layout=False)
