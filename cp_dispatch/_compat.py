@@ -37,6 +37,7 @@ __all__ = [
     "OpSchema",
     "OpSpec",
     "OpStrategy",
+    "PLAIN_KEYS",
     "RuntimeSchemaInfo",
     "add_check",
     "add_subclass_rule",
@@ -63,12 +64,14 @@ __all__ = [
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "plain_kernel",
     "profiler_is_on",
     "register_op_strategy",
     "remove_subclass_rule",
     "resolve_group",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
+    "set_plain_kernel",
     "torch_context_parallel_is_on",
 ]
 
@@ -141,6 +144,21 @@ def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> N
 def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
     """As before :func:`add_subclass_rule`."""
     op.python_key_table.pop(kind, None)
+
+
+# Where a higher-order op's kernels for plain tensors are: with autograd, and in inference mode.
+PLAIN_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key):
+    """The kernel of a higher-order op behind one of ``PLAIN_KEYS``."""
+    return op.py_kernels[dispatch_key]
+
+
+def set_plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key, kernel) -> None:
+    """Put a kernel there, also where the op remembers the one before."""
+    op.py_kernels[dispatch_key] = kernel
+    op._dispatch_cache.clear()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -182,7 +182,7 @@ def _sync() -> None:
             torch.library.register_torch_dispatch(
                 "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
             )
-            flex.install(current_options, library)
+            flex.install(current_options, plain_context, enabled, library)
         except BaseException:
             library._destroy()
             flex.remove()

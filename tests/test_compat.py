@@ -34,6 +34,8 @@ TESTED_WITH = {
     "generate_redistribute_costs": "register_op_strategy",
     "add_check": "compiled_graphs",
     "dynamo_traces": "guard_trace",
+    "PLAIN_KEYS": "set_plain_kernel",
+    "plain_kernel": "set_plain_kernel",
     "remove_subclass_rule": "add_subclass_rule",
     "get_unwrapped": "is_functorch_wrapped_tensor",
 }
@@ -438,6 +440,31 @@ def test_add_subclass_rule(mesh, compiler):
     torch._dynamo.reset()
     with pytest.raises(Exception, match="no rule registered|not supported"):
         flex_attention(x.detach(), x.detach(), x.detach())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_set_plain_kernel(inference):
+    """One of our kernels sees FlexAttention's op on plain tensors, and torch's is put back."""
+    op, seen = torch.ops.higher_order.flex_attention, []
+    x = torch.randn(1, 1, 16, 8)
+    before = {key: _compat.plain_kernel(op, key) for key in _compat.PLAIN_KEYS}
+    with torch.inference_mode(inference):
+        want = flex_attention(x, x, x)  # and the op remembers its kernels
+
+        def first(key):
+            def kernel(*args):
+                seen.append(key)
+                return before[key](*args)
+
+            return kernel
+
+        for key in _compat.PLAIN_KEYS:
+            _compat.set_plain_kernel(op, key, first(key))
+        assert torch.equal(flex_attention(x, x, x), want) and seen
+        for key, kernel in before.items():
+            _compat.set_plain_kernel(op, key, kernel)
+        seen.clear()
+        assert torch.equal(flex_attention(x, x, x), want) and not seen
 
 
 def test_is_fake():

@@ -29,6 +29,7 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex, wrap
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plan import in_words, make_plan
+from cp_dispatch.flex.plain import inside
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.graph_guards import note_trace
 
@@ -56,7 +57,8 @@ def rules(current_options):
             query, key, value, MaskTuple(block_mask), score_mod_other_buffers,
             mask_mod_other_buffers,
         )  # fmt: skip
-        results = forward(options, call, score_mod, scale, users(kernel_options))
+        with inside():
+            results = forward(options, call, score_mod, scale, users(kernel_options))
         remember(kernel_options, options)
         return results
 

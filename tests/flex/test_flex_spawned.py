@@ -233,6 +233,59 @@ def style(env: Env, how: str, length: int = 120, around=None) -> None:
     assert rank == mesh.get_local_rank()
 
 
+def block(env: Env, length: int, balancer="auto", inference: bool = False) -> None:
+    """Plain calls inside ``context_parallel``, the mask among the buffers."""
+    problem = FlexProblem("relative bias", length, block=32)
+    mesh, mods = env.mesh(), problem.mods("cpu")
+    mask = problem.block_mask(mods, "cpu")
+    fields = dict(vars(mask))
+    tensors = problem.tensors()
+    buffers = [*tensors, mask]
+    with gradients_on_cpu(), contextlib.ExitStack() as stack:
+        stack.enter_context(
+            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 6, balancer=balancer)
+        )
+        stack.enter_context(torch.inference_mode(inference))
+        leaves = [x.detach().clone().requires_grad_(not inference) for x in tensors[:3]]
+        results = problem.attend(*leaves, mods, mask)
+        assert all(type(x) is torch.Tensor for x in results)
+        names = list(NAMES)
+        local = [x.detach().clone() for x in results]
+        if not inference:
+            asked = [*leaves, mods.parameter]
+            *grads, of_bias = torch.autograd.grad(results, asked, tensors[3:])
+            local += grads
+        else:
+            names = names[:2]
+    assert vars(mask) == fields
+    layout = HeadTail(length, env.world_size)
+    if balancer is None or (balancer == "auto" and length % (2 * env.world_size)):
+        layout = None
+    got = dict(zip(names, cp_dispatch.unshard(mesh, local, 2, layout), strict=False))
+    if not inference:
+        got["dParameter"] = of_bias
+    with gradients_on_cpu():
+        judge_results(env, problem, got)
+
+
+def block_refuses(env: Env) -> None:
+    problem = FlexProblem("causal", 64, block=16)
+    mesh, own = env.mesh(), [x[:, :, :32] for x in problem.tensors()[:3]]
+    local = create_block_mask(causal, None, None, 32, 32, "cpu", BLOCK_SIZE=16)
+    with context_parallel(mesh, balancer=None):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="2 columns of blocks"):
+            flex_attention(*own, block_mask=local)
+        compiled = torch.compile(flex_attention, backend="aot_eager")
+        with pytest.raises(Exception, match="inside torch.compile"):
+            compiled(*own)
+    with context_parallel(mesh):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="no telling in which order"):
+            flex_attention(*own)
+    torch.testing.assert_close(
+        flex_attention(*own, block_mask=local), compiled(*own, block_mask=local)
+    )
+
+
 def style_of_dtensors(env: Env) -> None:
     """DTensors in, DTensors out."""
     problem = FlexProblem("causal", 96)
@@ -314,6 +367,11 @@ _case("other lengths", cross, (3,), lengths=(96, 250))
 _case("auxiliary outputs", aux, (2,))
 for _how in ("positional", "keyword", "mixed"):
     _case(f"style, {_how}", style, (2,), how=_how)
+_case("block", block, (3,), length=120)
+_case("block, uneven", block, (3,), length=125, balancer="head-tail")
+_case("block, natural order", block, (2,), length=96, balancer=None)
+_case("block, inference", block, (2,), length=96, inference=True)
+_case("block refuses", block_refuses, (2,))
 _case("style in a block", style, (3,), how="mixed", around="block")
 _case("style, uneven", style, (3,), how="positional", length=125)
 _case("style, natural order", style, (3,), how="keyword", around="natural")
