@@ -35,6 +35,7 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import install as flex
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
@@ -189,8 +190,10 @@ def _sync() -> None:
             )
             for name, rule in fused_modules.RULES.items():
                 torch.library.register_torch_dispatch(name, DTensor, _while_on(rule), lib=library)
+            flex.install(current_options, plain_context, enabled, library)
         except BaseException:
             library._destroy()
+            flex.remove()
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
@@ -198,6 +201,7 @@ def _sync() -> None:
     elif _installed and not in_use:
         _installed.pop()._destroy()
         forget_resolved_kernels(_SDPA)
+        flex.remove()
         causal_bias.remove()
         graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
