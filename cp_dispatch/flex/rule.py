@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing, local_tensor
+from cp_dispatch.agreement import debug_is_on
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex import captured, ring
 from cp_dispatch.flex import ops as _ops  # noqa: F401  defines the ops
+from cp_dispatch.flex.agreement import check_flex_agreement
 from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex, wrap
 from cp_dispatch.flex.mask_tuple import MaskTuple
@@ -164,12 +166,16 @@ def _in_base_two(kernel_options: dict) -> bool:
 
 
 def _local(options, call: FlexCall) -> LocalFlex:
+    if debug_is_on():
+        check_flex_agreement(options, call)
     plan = make_plan(options, call)
     if plan.handler == "refused":
         raise in_words(plan, call).error()
     local = LocalFlex(call, plan)
     if is_tracing():
         local.note_trace(options)
+        for x in call.tensors.values():
+            int(local_tensor(x).shape[2])  # a guard that holds; one on a DTensor's length may not
     return local
 
 

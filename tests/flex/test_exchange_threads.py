@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
-from cp_dispatch.flex import exchange
+from cp_dispatch.flex import exchange, hops
 from cp_dispatch.flex.exchange import split_rows
+from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.needs import everything, moves, needs_of, pays_to_gather, rows_sent
 from cp_dispatch.flex.ownership import ownership
@@ -217,6 +218,74 @@ def test_large_moves_go_one_distance_at_a_time(monkeypatch):
     # Rank 0 sends its 32 rows to rank 1, then to rank 2.
     assert counter.sent[0][:2] == [32 * ROW, 32 * ROW]
     assert counter.sent[2][:2] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["", "head"])
+@pytest.mark.parametrize("length, block", [(72, 8), (50, 8), (33, 16)])
+def test_hops_bring_windows(kind, length, block, monkeypatch):
+    """Every needed row of an owner arrives in its window, and gradients go home; hops at which no
+    rank needs anything call no collective."""
+    ranks, edge = 3, block
+    layout = HeadTail(length, ranks).text if kind else ""
+    counter = Counter(monkeypatch)
+    monkeypatch.setattr(hops.dist, "all_to_all_single", exchange.dist.all_to_all_single)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < edge), None, None, length, length, "cpu",
+        BLOCK_SIZE=block,
+    )  # fmt: skip
+    owned = ownership(length, (ranks,), layout)
+    needs = needs_of((mask.to_dense() > 0).any(1), owned, owned, (block, block))
+    table = moves(needs, owned)
+    generator = torch.Generator().manual_seed(length)
+    key, value = (torch.randn(B, HKV, length, n, generator=generator) for n in (D, DV))
+
+    def body(rank: int) -> int:
+        mesh, calls = init_device_mesh("cpu", (ranks,)), 0
+        place = positions(owned, rank)[0]
+        own = key[:, :, place], value[:, :, place]
+        arguments = (
+            *mask.as_tuple()[2:6], length, length, [block, block], [0, B, 0, HKV], [ranks], rank,
+            ring_group_name(mesh, (0,)), layout, False, False,
+        )  # fmt: skip
+        for hop in range(ranks):
+            owner, taker = (rank - hop) % ranks, (rank + hop) % ranks
+            view = window(owned, owner, block)
+            where = span_indices(view.runs)
+            buffer = OPS.flex_hop(*own, *arguments, hop, True, False)
+            got = split_rows(buffer, [D, DV])
+            wanted = torch.isin(where, span_indices(table[owner][rank].places))
+            for mine, true in zip(got, (key, value), strict=True):
+                assert mine.size(2) == view.length == len(where)
+                assert torch.equal(mine[:, :, wanted], true[:, :, where[wanted]])
+            grads = [
+                (where * (rank + 1.0)).view(1, 1, -1, 1).expand(B, HKV, -1, n) for n in (D, DV)
+            ]
+            shares = OPS.flex_hop_back(*grads, *own, *arguments, hop)
+            given = torch.isin(place, span_indices(table[rank][taker].places))
+            want = torch.where(given, place * (taker + 1.0), 0.0)
+            for share in shares:
+                assert torch.equal(share, want.view(1, -1, 1, 1, 1).expand_as(share))
+            busy = any(table[o][(o + hop) % ranks].rows for o in range(ranks))
+            calls += 2 * bool(busy and hop)
+        return calls
+
+    calls = run_threads(ranks, body)
+    assert [len(counter.sent.get(rank, [])) for rank in range(ranks)] == calls
+    if not kind and length % (ranks * block) == 0:
+        assert calls == [2] * ranks, "keys come from the rank before alone"
+
+
+def test_windows_of_blocks_on_a_border():
+    owned = ownership(20, (2,))
+    assert window(owned, 0, 8) == ((0, 1), (True, False), (Span(0, 16),), (Span(0, 10),))
+    view = window(owned, 1, 8)
+    assert view == ((1, 2), (False, True), (Span(8, 12),), (Span(10, 10),))
+    assert view.places((Span(10, 3),)) == (Span(2, 3),)
+    assert view.pieces(torch.tensor(0), torch.arange(12)).tolist() == list(range(8, 20))
+    laid = ownership(32, (2,), HeadTail(32, 2).text)
+    view = window(laid, 0, 8)
+    assert view.blocks == (0, 3) and view.runs == (Span(0, 8), Span(24, 8))
+    assert view.pieces(torch.tensor(0), torch.tensor([7, 8])).tolist() == [7, 24]
 
 
 def test_moves_are_runs():
