@@ -21,11 +21,12 @@ peers enqueue before they wait themselves: no cycle, whatever else the ranks do 
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import os
 import socket
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from torch import Tensor
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
 from cp_dispatch._compat import all_gather_single, symmetric_memory
 from cp_dispatch.extension import has_kernel
+
+T = TypeVar("T")
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 # ``here`` is a tensor of this GPU, ``stream`` the handle of the stream that copies, flags are
@@ -168,7 +171,11 @@ def mailbox(
 
     Mailboxes are held, so that there is one of each name; a larger one takes its place.
     """
-    if stream is None or size > LARGEST or not _peers_are_reachable(group, stream.device):
+    if stream is None or size > LARGEST:
+        return None
+    if is_used_by(group) is None and not torch.cuda.is_current_stream_capturing():
+        _apart(stream.device, _ask_peers, group, stream.device)
+    if not is_used_by(group):
         return None
     key = group.group_name, name
     known = _boxes.get(key)
@@ -180,12 +187,29 @@ def mailbox(
         del _boxes[key]
         if known[1].is_in_a_graph:
             _retired.append(known[1])  # its replays go on writing there
-        # Nobody writes to, or reads, what goes now.
-        _meet(group, stream.device)
-    box = Mailbox(group, stream, -(-size // _GRAIN) * _GRAIN)
-    _meet(group, stream.device)  # all flags are 0
+    room = -(-size // _GRAIN) * _GRAIN
+    box = _apart(stream.device, _make, group, stream, room, known is None)
     _boxes[key] = group, box
     return box
+
+
+def _make(group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int, is_new: bool) -> Mailbox:
+    if not is_new:
+        _meet(group, stream.device)  # nobody writes to, or reads, what goes now
+    box = Mailbox(group, stream, size)
+    _meet(group, stream.device)  # all flags are 0
+    return box
+
+
+def _apart(device: torch.device, function: Callable[..., T], *args) -> T:
+    """Call a function on a thread of its own, whose memory is no part of a CUDA graph's pool."""
+
+    def call():
+        torch.cuda.set_device(device)
+        return function(*args)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -207,13 +231,8 @@ def is_used_by(group: dist.ProcessGroup) -> bool | None:
     return known[1] if known is not None and known[0] is group else None
 
 
-def _peers_are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks agree that each can write to the memory of each."""
-    known = is_used_by(group)
-    if known is not None:
-        return known
-    if torch.cuda.is_current_stream_capturing():
-        return False
+def _ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Find out whether all ranks agree that each can write to the memory of each."""
     host = _hash_of(socket.gethostname() + _boot_id())
     mine = torch.tensor([host, device.index, _can_try()], device=device)
     everyone = mine.new_empty((dist.get_world_size(group), 3))
@@ -228,9 +247,7 @@ def _peers_are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool
     )
     verdict = torch.tensor(int(reaches), device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
-    answer = bool(verdict)
-    _reachable[group.group_name] = group, answer
-    return answer
+    _reachable[group.group_name] = group, bool(verdict)
 
 
 def _can_try() -> bool:

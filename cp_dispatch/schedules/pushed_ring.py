@@ -58,7 +58,7 @@ class PushedShards(_Hops):
         last = self.hop == self.world_size
         coming = [owner] if not last and self.sees(self.rank, owner) else []
         going = [reader] if not last and self.sees(reader, self.rank) else []
-        if coming:
+        if going or coming:
             self.box.open(coming)
         yield
         if going or coming:
