@@ -26,11 +26,12 @@ class Rooms:
         monkeypatch.setattr(Ring, "may_push", True)
 
     def box(self, ring: Ring, name: str, size: int):
+        key = name, size, *dist.get_process_group_ranks(ring.group)
         with self._lock:
             room = self._rooms.setdefault(
-                (name, size), [torch.zeros(size, dtype=torch.uint8) for _ in range(ring.world_size)]
+                key, [torch.zeros(size, dtype=torch.uint8) for _ in range(ring.world_size)]
             )
-            return self._boxes.setdefault((name, size, ring.rank), _Box(self, ring, name, room))
+            return self._boxes.setdefault((key, ring.rank), _Box(self, ring, name, room))
 
 
 class _Box:
