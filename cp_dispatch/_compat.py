@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
@@ -36,14 +37,19 @@ __all__ = [
     "OpSchema",
     "OpSpec",
     "OpStrategy",
+    "PLAIN_KEYS",
     "RuntimeSchemaInfo",
     "add_check",
+    "add_subclass_rule",
     "all_gather_single",
     "below_autograd",
     "compiled_graphs",
+    "compiles_for_inductor",
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
+    "dispatch_modes_are_on",
+    "dress",
     "dtensor_spec",
     "dynamo_traces",
     "forget_resolved_kernels",
@@ -54,18 +60,23 @@ __all__ = [
     "group_name",
     "guard_trace",
     "in_backward",
+    "is_fake",
     "is_functorch_wrapped_tensor",
     "is_tracing",
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "plain_kernel",
     "profiler_is_on",
     "register_op_strategy",
+    "remove_subclass_rule",
     "resolve_group",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
+    "set_plain_kernel",
     "symmetric_memory",
     "torch_context_parallel_is_on",
+    "without_subclass",
 ]
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
@@ -77,6 +88,8 @@ try:
 except ImportError:
     symmetric_memory = None
 
+# Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
+without_subclass = torch._C.DisableTorchFunctionSubclass
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 
@@ -128,9 +141,60 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def dispatch_modes_are_on() -> bool:
+    """Whether anybody watches or replaces operators in this thread, as any trace does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def dress(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of which ``local`` is this rank's part, without autograd and without the rest of
+    the constructor, which does nothing and takes longer."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which :func:`resolve_group` finds a group."""
     return group.group_name
+
+
+def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
+    """Let a higher-order op run ``rule`` where an argument is of a tensor subclass; a rule that
+    returns NotImplemented leaves the call to others."""
+    remove_subclass_rule(op, kind)
+    op.py_impl(kind)(rule)
+
+
+def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
+    """As before :func:`add_subclass_rule`."""
+    op.python_key_table.pop(kind, None)
+
+
+# Where a higher-order op's kernels for plain tensors are: with autograd, and in inference mode.
+PLAIN_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key):
+    """The kernel of a higher-order op behind one of ``PLAIN_KEYS``."""
+    return op.py_kernels[dispatch_key]
+
+
+def set_plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key, kernel) -> None:
+    """Put a kernel there, also where the op remembers the one before."""
+    op.py_kernels[dispatch_key] = kernel
+    op._dispatch_cache.clear()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data and is not part of a graph that is being traced."""
+    return isinstance(tensor, FakeTensor)
+
+
+def compiles_for_inductor() -> bool:
+    """Whether this thread traces a graph that inductor will compile."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
 
 
 class CausalBiasDispatch:
@@ -185,18 +249,38 @@ def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
 
 def guard_trace(check, words: str, key: object) -> None:
     """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
-    which gets the frame's locals, is true. A second guard of an equal ``key`` changes nothing."""
+    which gets the frame's locals, is true, and the sizes of DTensors that were constants are the
+    same. A second guard of an equal ``key`` changes nothing."""
     context = dynamo_traces()
     if context is None:
         return
 
     def create(builder, guard) -> None:
         add_check(builder.guard_manager, check, words)
+        _guard_sizes(builder)
 
     create.key = key
     guards = context.guards_context.dynamo_guards
     if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
         guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def _guard_sizes(builder) -> None:
+    """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
+    DTensor is not: then some ranks would compile anew and others not."""
+    graph = builder.check_fn_manager.output_graph
+    # Export makes its guards of less, and nobody calls them.
+    for tracked in getattr(graph, "tracked_fakes", ()):
+        if not isinstance(tracked.fake, DTensor):
+            continue
+        sizes = {i: n for i, n in enumerate(tracked.fake.shape) if isinstance(n, int)}
+
+        def check(tensor, sizes=sizes) -> bool:
+            shape = tensor.shape
+            return all(shape[i] == n for i, n in sizes.items())
+
+        manager = builder.get_guard_manager_from_source(tracked.source)
+        manager.add_lambda_guard(check, [f"cp_dispatch: global sizes of {tracked.source}"], None)
 
 
 def add_check(manager, check, words: str) -> None:

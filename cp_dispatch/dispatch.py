@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cp_dispatch import fast_path
 from cp_dispatch._compat import (
     functorch_is_active,
     get_unwrapped,
@@ -61,9 +62,16 @@ def attend(
         ContextParallelError: the call is not supported, or in the debug mode the ranks' calls
             differ; nothing was computed.
     """
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = slot = None
     if debug_is_on():
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         check_agreement(options, call)
+    elif attn_mask is None and dropout_p == 0.0:
+        slot = fast_path.slot(options, query, key, value, is_causal, scale, enable_gqa)
+        prepared = fast_path.known(slot) if slot is not None else None
+        if prepared is not None:
+            return prepared(query, key, value)
+    call = call or Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     given, call = call, four_dims(call)
     plan = make_plan(options, call)
     if plan.handler == "stock":
@@ -76,14 +84,17 @@ def attend(
         everywhere = [Replicate()] * mesh.ndim
         mask = DTensor.from_local(mask.detach(), mesh, everywhere, run_check=False)
     lengths = call.query.shape[2], call.key.shape[2]
-    output = run_op(options, plan, call, mask, mesh, lengths, _origin(call.query))
+    output = run_op(options, plan, call, mask, mesh, lengths, _origin(call.query), slot)
     return like_query(output, query)
 
 
-def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]) -> torch.Tensor:
+def run_op(
+    state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int], slot=None
+) -> torch.Tensor:
     """The op of a plan, on DTensors or on this rank's shards; output in the query's dtype.
 
-    ``lengths`` and ``origin`` are global, ``state`` is what compiled graphs depend on.
+    ``lengths`` and ``origin`` are global, ``state`` is what compiled graphs depend on, ``slot``
+    where the fast path may keep the call.
     """
     query = call.query
     seed = None
@@ -95,13 +106,14 @@ def run_op(state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int]
     if is_tracing():
         note_group(group_name, state)
         _guard_shards(plan, call)
-    output, _ = forward_op(plan.backend)(
-        query, call.key, call.value, mask, seed, call.dropout_p,
-        origin, call.is_causal, call.scale,
-        *lengths, plan.op_schedule,
+    arguments = (
+        mask, seed, call.dropout_p, origin, call.is_causal, call.scale, *lengths, plan.op_schedule,
         [mesh.size(dim) for dim in plan.mesh_dims], group_name,
         "" if plan.layout is None else plan.layout.text, plan.mask_order,
     )  # fmt: skip
+    output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
+    if slot is not None:
+        fast_path.learn(slot, plan, query, call.key, call.value, arguments, output, logsumexp)
     return output if output.dtype is query.dtype else output.to(query.dtype)
 
 

@@ -55,6 +55,14 @@ def attend_plain(
         refuse(context, given, "query, key and value must have shape [B, H, S, D], or [B, S, D]")
     shares = _shares(context, given, mask)
     lengths = shares.lengths
+    if context.window is not None and mask is None and lengths[1] > context.window:
+        refuse(
+            context, given,
+            f"the module has sliding_window={context.window}, there are {lengths[1]} keys, and no "
+            "mask came: one made from a shard's length leaves the window out. Use context_parallel "
+            "around the whole model, where masks of transformers are made for all keys, or pass "
+            "attn_mask",
+        )  # fmt: skip
     sharded_dim = sharded_dim_of(context, given, mask, shares)
     layout = _layout(context, given, mask, sharded_dim, lengths)
     plan = _plan_of(context, call, sharded_dim, layout, lengths)

@@ -9,7 +9,6 @@ argument or a saved tensor, so that no op reads an option.
 from __future__ import annotations
 
 import contextlib
-import math
 
 import torch
 from torch import Tensor
@@ -17,16 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_dispatch._compat import below_autograd, local_tensor_mode, resolve_group
+from cp_dispatch._compat import below_autograd, local_tensor_mode
 from cp_dispatch.backends import BACKENDS, Backend
-from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import from_text
+from cp_dispatch.kernels import job_of, no_mask_grad, placeholder, run_backward, run_forward
 from cp_dispatch.merge import token_major
-from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gradients import mask_gradient
-from cp_dispatch.schedules.job import Job
 
 NAMESPACE = "cp_dispatch"
 
@@ -59,9 +54,6 @@ BACKWARD_SCHEMA = (
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)"
 )
 
-# Where the schedule is among the arguments after logsumexp, or after value in a forward.
-_SCHEDULE = 8
-
 library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -75,70 +67,18 @@ def backward_op(backend: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.cp_dispatch, f"ring_{backend}_attention_backward").default
 
 
-def _job(
-    backend, query, attn_mask, dropout_seed, dropout_p, origin,
-    is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
-    layout, mask_order,
-) -> Job:  # fmt: skip
-    ring = Ring.of(resolve_group(group_name), query.device) if group_name else None
-    if ring is not None and ring.world_size == 1:
-        ring = None
-    dropout = None
-    if dropout_seed is not None:
-        dropout = Dropout(dropout_p, dropout_seed, *origin, query_length)
-    return Job(
-        backend,
-        SCHEDULES[schedule].geometry(
-            query_length, key_length, ring_shape, is_causal, from_text(layout) if layout else None
-        ),
-        1 / math.sqrt(query.size(-1)) if scale is None else scale,
-        ring,
-        mask=attn_mask,
-        own_rows=not layout or "rows" in mask_order,
-        keys_in_place="keys" in mask_order,
-        batch_start=origin[0] if origin else 0,
-        dropout=dropout,
-    )
-
-
-def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:
-    """A graph that was compiled for another length must not answer."""
-    wanted = job.geometry.query_length(job.rank), job.geometry.key_length(job.rank)
-    if (query.size(2), key.size(2)) != wanted:
-        raise ContextParallelError(
-            f"rank {job.rank} of {job.geometry.world_size} holds {query.size(2)} query rows and "
-            f"{key.size(2)} keys, where lengths and layout say {wanted[0]} and {wanted[1]}. "
-            "Were the DTensors made of uneven shards without their global shape, or was the call "
-            "compiled for another length or layout? Then recompile, torch._dynamo.reset()."
-        )
-
-
 def _define(backend: Backend) -> None:
     """Define both ops of one backend."""
 
     def forward(query, key, value, *options):
-        job = _job(backend, query, *options)
-        _check_shards(job, query, key)
-        value_dim = value.size(-1)
-        query, key, value = map(backend.pad, (query, key, value))
-        schedule = SCHEDULES[options[_SCHEDULE]]
-        output, logsumexp = schedule.forward(job, query, key, value)
-        return _unpad(output, value_dim), logsumexp
+        job, schedule = job_of(backend, query, *options)
+        return run_forward(job, schedule, query, key, value)
 
     def backward(grad_output, query, key, value, output, logsumexp, *options):
         *options, key_grad, mask_grad = options
-        job = _job(backend, query, *options)
-        _check_shards(job, query, key)
-        padded = map(backend.pad, (grad_output, query, key, value, output))
-        schedule = SCHEDULES[options[_SCHEDULE]]
-        dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
-        attn_mask = options[0]
-        return (
-            _unpad(dq, query.size(-1)),
-            _unpad(dk, key.size(-1)) if key_grad else _placeholder(key),
-            _unpad(dv, value.size(-1)) if key_grad else _placeholder(value),
-            dmask if mask_grad else _no_mask_grad(attn_mask, query),
-        )
+        job, schedule = job_of(backend, query, *options)
+        tensors = grad_output, query, key, value, output, logsumexp
+        return run_backward(job, schedule, *tensors, key_grad, mask_grad)
 
     def forward_fake(query, key, value, *options):
         batch, heads, length, _ = query.shape
@@ -150,9 +90,9 @@ def _define(backend: Backend) -> None:
         key_grad, mask_grad = options[-2:]
         return (
             token_major(*query.shape, like=query),
-            token_major(*key.shape, like=key) if key_grad else _placeholder(key),
-            token_major(*value.shape, like=value) if key_grad else _placeholder(value),
-            mask_gradient(attn_mask, query.dtype) if mask_grad else _no_mask_grad(attn_mask, query),
+            token_major(*key.shape, like=key) if key_grad else placeholder(key),
+            token_major(*value.shape, like=value) if key_grad else placeholder(value),
+            mask_gradient(attn_mask, query.dtype) if mask_grad else no_mask_grad(attn_mask, query),
         )
 
     for schema, kernel, fake in (
@@ -172,21 +112,6 @@ def _define(backend: Backend) -> None:
         _refuse_double_backward(backend.name),
         "Autograd",
     )
-
-
-def _unpad(tensor: Tensor, dim: int) -> Tensor:
-    if tensor.size(-1) == dim:
-        return tensor
-    return token_major(*tensor.shape[:3], dim, like=tensor).copy_(tensor[..., :dim])
-
-
-def _placeholder(like: Tensor) -> Tensor:
-    """A tensor of the right shape that holds one element; a zero, so that two runs agree."""
-    return like.new_zeros(1).expand(like.shape)
-
-
-def _no_mask_grad(attn_mask: Tensor | None, query: Tensor) -> Tensor:
-    return _placeholder(attn_mask) if attn_mask is not None else query.new_empty(0)
 
 
 def _autograd(name: str):

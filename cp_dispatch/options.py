@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer
@@ -21,6 +21,13 @@ class Options:
 
     schedule: str = "auto"
     layout: Balancer | None = None
+    _hash: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        # Every call asks, and a layout of many documents takes long.
+        if self._hash is None:
+            object.__setattr__(self, "_hash", hash((self.schedule, self.layout)))
+        return self._hash
 
     def __post_init__(self):
         choices = ("auto", *CHOICES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import types
+import weakref
 from functools import partial
 
 import torch
@@ -11,11 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_dispatch._compat import in_backward
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.style import (
+    as_dtensors,
+    find_inputs,
+    global_lengths,
+    lengths_of_masks,
+    value_at,
+)
 from cp_dispatch.layouts import Balancer
-from cp_dispatch.plain import current_schedule
+from cp_dispatch.plain import current_schedule, no_fast_path
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
-from cp_dispatch.toggle import current_options, plain_context, plain_shards
+from cp_dispatch.toggle import current_options, enabled, plain_context, plain_shards
+from cp_dispatch.traced_style import map_tensors, traced_forward
 
 # Our words and the values of torch's enum.
 _TYPES = {
@@ -38,9 +49,15 @@ class ContextParallel(ParallelStyle):
     ``Shard(seq_dim)`` on the mesh; the module gets their local tensors, and its outputs become
     DTensors again.
 
+    With ``attention_type="flex"`` the module is one around ``flex_attention``, and query, key and
+    value are found among its arguments, by these names (or q, k, v), positional or by keyword,
+    else as the first three tensors. Plain shards become DTensors for the forward, and DTensors that
+    come out plain ones again; all other arguments are left alone, so a ``BlockMask`` is that of the
+    whole sequence or :func:`cp_dispatch.create_cp_block_mask`'s.
+
     Args:
         seq_dim: the sequence dim of the inputs: 2 for ``(B, H, L, D)``, 1 for ``(B, L, E)``.
-        attention_type: ``"sdpa"``. ``"flex"`` is not supported yet.
+        attention_type: ``"sdpa"``, or ``"flex"`` for ``flex_attention``.
         balancer: as for :func:`cp_dispatch.context_parallel`. ``"auto"``: as a
             ``context_parallel`` block around says, else the ``layout`` of ``cp_dispatch.enable``,
             else natural order.
@@ -63,28 +80,107 @@ class ContextParallel(ParallelStyle):
         if isinstance(seq_dim, bool) or not isinstance(seq_dim, int):
             raise ContextParallelError(f"seq_dim must be an int, got {seq_dim!r}")
         kind = _TYPES.get(getattr(attention_type, "value", attention_type))
-        if kind == "flex":
-            raise ContextParallelError(
-                "attention_type='flex' is not supported yet; supported is 'sdpa'"
-            )
         if kind is None:
-            raise ContextParallelError(f"attention_type must be 'sdpa', got {attention_type!r}")
+            raise ContextParallelError(
+                f"attention_type must be 'sdpa' or 'flex', got {attention_type!r}"
+            )
         check_balancer(balancer)
         self.seq_dim = seq_dim
         self.attention_type = kind
         self.balancer = balancer
         self.schedule = schedule
+        self._forwards: dict[tuple, types.FunctionType] = {}
+        self._orders = weakref.WeakKeyDictionary()  # in which each module ran last
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_order(device_mesh, self.balancer)
-        module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
-        module.register_forward_hook(partial(self._leave, device_mesh), always_call=True)
+        if self.attention_type == "flex":
+            module.register_forward_pre_hook(
+                partial(self._enter_flex, device_mesh), with_kwargs=True
+            )
+            module.register_forward_hook(self._leave_flex, always_call=True)
+            return module
+        # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
+        # and would compile every layer of a model anew.
+        own = vars(module).get("forward")
+        module.forward = types.MethodType(self._forward(device_mesh, _window(module), own), module)
+        if isinstance(module, nn.MultiheadAttention):
+            # An encoder layer in eval mode takes its attention's parameters for a kernel of its
+            # own and never calls it, unless something is hooked to it.
+            module.register_forward_pre_hook(_no_fused_kernel)
         return module
 
+    def _forward(self, mesh: DeviceMesh, window: int | None, own):
+        """The same function for modules that are alike, for their graphs are."""
+        key = mesh, window
+        if own is None and key in self._forwards:
+            return self._forwards[key]
+        decide = partial(self._context, mesh, window, None, [])
+        forward = traced_forward(decide, partial(self._run, mesh), own)
+        if own is None:
+            self._forwards[key] = forward
+        return forward
+
     @torch.compiler.disable
-    def _enter(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+    def _run(self, mesh: DeviceMesh, module: nn.Module, forward, args: tuple, kwargs: dict):
+        """The module's forward in a block of its own."""
         given: list[torch.Tensor] = []
-        _map(given.append, (args, kwargs))
+        map_tensors(given.append, (args, kwargs))
+        wholes = self._wholes(mesh, given)
+        own: list[torch.Tensor] = []
+
+        def local(x):
+            own.append(x.to_local() if isinstance(x, DTensor) else x)
+            return own[-1]
+
+        args, kwargs = map_tensors(local, (args, kwargs))
+        context = self._context(
+            mesh,
+            _window(module),
+            [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
+            [x.shape[self.seq_dim] for x in wholes],
+        )
+        self._check_recomputed(module, context)
+        with plain_shards(context), no_fast_path():
+            output = forward(module, *args, **kwargs)
+        if not wholes:
+            return output
+        return map_tensors(partial(self._whole, mesh, wholes[0].shape[self.seq_dim]), output)
+
+    @torch.compiler.disable
+    def _enter_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+        places = find_inputs(module, args, kwargs)
+        given = [value_at(place, args, kwargs) for place in places]
+        wholes = self._wholes(mesh, given)
+        own = [x for x in given if not isinstance(x, DTensor)]
+        context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
+        if not context.order_is_known:
+            raise ContextParallelError(
+                "there is no telling in which order the shards lie, without buffers; pass "
+                'balancer="head-tail", a balancer, or None for natural order'
+            )
+        known = [context.balancer.seq_len] if isinstance(context.balancer, Balancer) else []
+        known += lengths_of_masks(args, kwargs)
+        uneven = context.uneven or any(length % mesh.size() for length in known)
+        lengths = global_lengths(given, mesh, self.seq_dim, uneven)
+        inputs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
+        block = enabled(schedule=context.schedule, layout=context.layout(lengths[0]))
+        block.__enter__()
+        _stack().append((module, block, bool(own)))
+        return inputs
+
+    @torch.compiler.disable
+    def _leave_flex(self, module: nn.Module, args, output):
+        stack = _stack()
+        # A module whose forward never began, because another hook failed, comes here too.
+        if not stack or stack[-1][0] is not module:
+            return output
+        _, block, were_plain = stack.pop()
+        block.__exit__(None, None, None)
+        return map_tensors(_plain, output) if were_plain else output
+
+    def _wholes(self, mesh: DeviceMesh, given: list) -> list[DTensor]:
+        """The inputs that are DTensors, which must be sharded along the sequence."""
         wholes = [x for x in given if isinstance(x, DTensor)]
         for x in wholes:
             if x.device_mesh != mesh or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
@@ -93,36 +189,24 @@ class ContextParallel(ParallelStyle):
                     f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "
                     f"{x.placements} on {x.device_mesh}"
                 )
-        own: list[torch.Tensor] = []
+        return wholes
 
-        def local(x):
-            own.append(x.to_local() if isinstance(x, DTensor) else x)
-            return own[-1]
+    def _check_recomputed(self, module: nn.Module, context: PlainContext) -> None:
+        """A checkpoint that is recomputed after the block around has ended would find another
+        order, and its gradients would be wrong."""
+        order = context.balancer, context.order_is_known
+        if not in_backward():
+            self._orders[module] = order
+        elif self._orders.get(module, order) != order:
+            raise ContextParallelError(
+                f"a module in ContextParallel(balancer='auto') ran in the order "
+                f"{self._orders[module][0]!r} and is recomputed in the order {order[0]!r}: the "
+                "block of context_parallel, or the scope of enabled(layout=...), has ended. Run "
+                "the backward inside, or name the order, ContextParallel(balancer=...)"
+            )
 
-        inputs = _map(local, (args, kwargs))
-        context = self._context(
-            mesh,
-            [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
-            [x.shape[self.seq_dim] for x in wholes],
-        )
-        block = plain_shards(context)
-        block.__enter__()
-        _stack().append((module, block, wholes[0].shape[self.seq_dim] if wholes else None))
-        return inputs
-
-    @torch.compiler.disable
-    def _leave(self, mesh: DeviceMesh, module: nn.Module, args, output):
-        stack = _stack()
-        # A module whose forward never began, because another hook failed, comes here too.
-        if not stack or stack[-1][0] is not module:
-            return output
-        _, block, length = stack.pop()
-        block.__exit__(None, None, None)
-        if length is None:
-            return output
-        return _map(partial(self._whole, mesh, length), output)
-
-    def _context(self, mesh, own: list[int], whole: list[int]) -> PlainContext:
+    def _context(self, mesh, window, own: list[int] | None, whole: list[int]) -> PlainContext:
+        """The block for inputs of these local and global lengths; local ones None for any."""
         schedule = current_schedule() if self.schedule is None else self.schedule
         uneven = any(length % mesh.size() for length in whole)
         balancer, known = self.balancer, True
@@ -133,7 +217,8 @@ class ContextParallel(ParallelStyle):
                 uneven |= around.uneven
             else:
                 balancer = None if options is None else options.layout
-        return PlainContext(mesh, schedule, balancer, known, uneven, frozenset(own))
+        own = None if own is None else frozenset(own)
+        return PlainContext(mesh, schedule, balancer, known, uneven, own, window)
 
     def _has_sequence(self, x: torch.Tensor) -> bool:
         return -x.ndim <= self.seq_dim < x.ndim
@@ -150,24 +235,29 @@ class ContextParallel(ParallelStyle):
         )  # fmt: skip
 
 
-def _map(function, value):
-    """``function`` of every tensor in tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map(function, x) for x in value)
-    if isinstance(value, tuple):  # a named one
-        return type(value)(*(_map(function, x) for x in value))
-    if type(value) is dict:
-        return {key: _map(function, x) for key, x in value.items()}
-    return value
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 _thread = threading.local()
 
 
 def _stack() -> list:
-    """The modules of this thread that are in their forward: module, block, global length."""
+    """The modules with flex_attention of this thread that are in their forward: module, block, and
+    whether inputs were plain."""
     if not hasattr(_thread, "stack"):
         _thread.stack = []
     return _thread.stack
+
+
+def _no_fused_kernel(module: nn.Module, args: tuple) -> None:
+    pass
+
+
+def _window(module: nn.Module) -> int | None:
+    """The sliding window of an attention module of transformers, where it says so."""
+    config = getattr(module, "config", None)
+    # A config with kinds of layers does not say which kind this is; the module itself does.
+    whole = config if getattr(config, "layer_types", None) is None else None
+    window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
+    return window if isinstance(window, int) else None

@@ -54,5 +54,21 @@ def sum_parts_eager(parts: Sequence[Tensor], out: Tensor) -> None:
     out.copy_(total)
 
 
+def add_up(total: Tensor, parts: list[tuple[int, Tensor]]) -> None:
+    """Write the sum of parts, each with its first row of ``total``; zeros where there is none."""
+    edges = {0, total.size(2)}
+    for start, part in parts:
+        edges |= {start, start + part.size(2)}
+    edges = sorted(edges)
+    for begin, end in zip(edges, edges[1:], strict=False):
+        here = [
+            part[:, :, begin - start : end - start]
+            for start, part in parts
+            if start <= begin and end <= start + part.size(2)
+        ]
+        into = total[:, :, begin:end]
+        sum_parts(here, into) if here else into.zero_()
+
+
 library.impl("sum_parts", sum_parts_eager, "CompositeExplicitAutograd")
 torch.library.register_fake("cp_dispatch::sum_parts", lambda parts, out: None, lib=library)

@@ -24,6 +24,7 @@ class PlainContext:
         order_is_known: False if nobody said in which order the shards lie.
         uneven: ranks may hold different lengths, and tell each other.
         lengths: local sequence lengths that calls may have, None for any.
+        window: the sliding window that the module in a style says it has, None for none.
     """
 
     mesh: DeviceMesh
@@ -32,6 +33,7 @@ class PlainContext:
     order_is_known: bool = True
     uneven: bool = False
     lengths: frozenset[int] | None = None
+    window: int | None = None
 
     def layout(self, length: int) -> Balancer | None:
         return layout_for(self.balancer, length, self.mesh.size())

@@ -25,7 +25,7 @@ import threading
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import causal_bias, compile_cache, graph_guards
+from cp_dispatch import causal_bias, compile_cache, fused_modules, graph_guards, hf_masks
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,
@@ -35,6 +35,7 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import install as flex
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
@@ -119,11 +120,14 @@ def plain_shards(context: PlainContext):
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         _sync()
+        hf_masks.install(plain_context)
     try:
         yield
     finally:
         with _lock:
             _contexts.remove(scope)
+            if not _contexts.in_use:
+                hf_masks.remove()
             _sync()
 
 
@@ -184,8 +188,12 @@ def _sync() -> None:
             torch.library.register_torch_dispatch(
                 "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
             )
+            for name, rule in fused_modules.RULES.items():
+                torch.library.register_torch_dispatch(name, DTensor, _while_on(rule), lib=library)
+            flex.install(current_options, plain_context, enabled, library)
         except BaseException:
             library._destroy()
+            flex.remove()
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
@@ -193,6 +201,7 @@ def _sync() -> None:
     elif _installed and not in_use:
         _installed.pop()._destroy()
         forget_resolved_kernels(_SDPA)
+        flex.remove()
         causal_bias.remove()
         graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
@@ -245,6 +254,15 @@ def _inference_rule(cls, func, types, args=(), kwargs=None):
     if options is None:
         return NotImplemented
     return _attend_from_aten(options, *args, **(kwargs or {}))
+
+
+def _while_on(rule):
+    def rule_while_on(cls, func, types, args=(), kwargs=None):
+        if dynamo_traces() is not None:
+            graph_guards.note_trace("options of cp_dispatch", current_options)
+        return rule(*args, **(kwargs or {})) if _stack.current() is not None else NotImplemented
+
+    return rule_while_on
 
 
 def _attend_from_aten(

@@ -75,12 +75,18 @@ def batch(row: int | None) -> slice:
 
 
 def _rows(tensor: Tensor, tile: Tile) -> Tensor:
-    rows = slice(tile.query_start, tile.query_start + tile.query_length)
-    return tensor[batch(tile.row), :, rows]
+    return _window(tensor, tile, tile.query_start, tile.query_length)
 
 
 def _keys(tensor: Tensor, tile: Tile) -> Tensor:
-    return tensor[batch(tile.row), :, tile.key_start : tile.key_start + tile.key_length]
+    return _window(tensor, tile, tile.key_start, tile.key_length)
+
+
+def _window(tensor: Tensor, tile: Tile, start: int, length: int) -> Tensor:
+    # A narrow takes a third of the host time of an index.
+    if tile.row is not None:
+        tensor = tensor.narrow(0, tile.row, 1)
+    return tensor if tensor.size(2) == length else tensor.narrow(2, start, length)
 
 
 def _mask_index(job: Job, mask: Tensor, tile: Tile) -> tuple[slice | Tensor, ...]:

@@ -29,7 +29,7 @@ class KeyShare(NamedTuple):
     row: int | None
 
 
-def _window(total: Tensor, start: int, share: Tensor, row: int | None) -> Tensor:
+def window_of(total: Tensor, start: int, share: Tensor, row: int | None) -> Tensor:
     """The part of ``total`` that a share of the rows from ``start`` on belongs to."""
     rows = slice(start, start + share.size(2))
     return total[:, :, rows] if row is None else total[row : row + 1, :, rows]
@@ -80,7 +80,7 @@ class TravellingGradient:
                 begins = False
             else:
                 for total, part in ((dk, share.dk), (dv, share.dv)):
-                    _window(total, share.start, part, share.row).add_(part)
+                    window_of(total, share.start, part, share.row).add_(part)
 
     def pass_on(self) -> None:
         """Start sending the sum to the next rank, while that of the next keys comes."""

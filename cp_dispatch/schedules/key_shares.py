@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.merge import token_major
-from cp_dispatch.parts import sum_parts
+from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
 from cp_dispatch.schedules.gradients import KeyShare
@@ -74,7 +74,7 @@ class KeyShares:
         sums = []
         for like, part in ((self._key, 0), (self._value, 1)):
             total = token_major(*like.shape, like=like)
-            _add_up(total, [(share.start, share[part]) for share in parts])
+            add_up(total, [(share.start, share[part]) for share in parts])
             sums.append(total)
         if self._box is not None:
             self._box.release()
@@ -153,19 +153,3 @@ def _part(shares: list[KeyShare], parcel: Parcel) -> KeyShare:
     share = shares[parcel.tile]
     keys = slice(parcel.start, parcel.start + parcel.length)
     return KeyShare(share.dk[:, :, keys], share.dv[:, :, keys], parcel.place, share.row)
-
-
-def _add_up(total: Tensor, parts: list[tuple[int, Tensor]]) -> None:
-    """Write the sum of parts, each with its first row of ``total``; zeros where there is none."""
-    edges = {0, total.size(2)}
-    for start, part in parts:
-        edges |= {start, start + part.size(2)}
-    edges = sorted(edges)
-    for begin, end in zip(edges, edges[1:], strict=False):
-        here = [
-            part[:, :, begin - start : end - start]
-            for start, part in parts
-            if start <= begin and end <= start + part.size(2)
-        ]
-        into = total[:, :, begin:end]
-        sum_parts(here, into) if here else into.zero_()

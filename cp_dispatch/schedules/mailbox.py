@@ -108,18 +108,20 @@ class Mailbox:
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
         peers: Sequence[int] | None = None,
+        coming: Sequence[int] | None = None,
         ready_at_open: bool = False,
     ) -> None:
-        """Start copying to rooms of peers (and one's own) and taking what they copy here; after
-        :meth:`open` with the same peers.
+        """Start copying to rooms of peers (and one's own) and taking what others, if not the same,
+        copy here; after :meth:`open` with those.
 
         ``sources`` come from :func:`rows_for`. If they were ready at :meth:`open`, the copies do
         not wait for what the current stream has got to do since.
         """
         peers = self._peers if peers is None else peers
+        coming = peers if coming is None else coming
         _push_slabs(
             targets, sources, self._own, _of(self._here[_FREE], peers),
-            _of(self._there[_FULL], peers), _of(self._here[_FULL], peers), self._stream,
+            _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
             not ready_at_open,
         )  # fmt: skip
         # Another stream reads memory that the current one would give away once it is freed.

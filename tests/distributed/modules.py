@@ -61,6 +61,18 @@ class TorchMultihead(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+class TorchEncoder(nn.Module):
+    def __init__(self, dim: int = 32):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            dim, 4, 64, dropout=0.0, bias=False, batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
 def _train_once(module: nn.Module, x, grad) -> dict[str, torch.Tensor]:
     """Output, gradient of the input and of every parameter of one step.
 
@@ -102,6 +114,7 @@ MODULES = {
         "attention": functools.partial(Attention, functools.partial(nn.Linear, bias=False)),
         "LoRA": functools.partial(Attention, LoraLinear),
         "nn.MultiheadAttention": TorchMultihead,
+        "nn.TransformerEncoder": TorchEncoder,
     }.items()
     # DTensor of torch 2.11 has no linear layer on a batch of several sharded sequences.
     for batch in ((1, 2) if TORCH_2_13 else (1,))

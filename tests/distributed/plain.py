@@ -8,11 +8,14 @@ import cp_dispatch
 from cp_dispatch.plain_context import layout_for
 
 
-def run_plain(problem, tensors, mesh, *, mask_dims=(), buffers=True, needs=True, **options):
+def run_plain(
+    problem, tensors, mesh, *, mask_dims=(), buffers=True, needs=True, attend=None, **options
+):
     """Whole output, dQ, dK and dV in natural order of the call on plain shards.
 
     ``mask_dims`` are those along which a rank gets its part of the mask. With ``buffers`` the
-    context cuts the tensors, else :func:`cp_dispatch.shard` does.
+    context cuts the tensors, else :func:`cp_dispatch.shard` does. ``attend`` replaces
+    ``problem.attend``.
     """
     *inputs, grad = (x.clone() for x in tensors)
     mask = problem.attn_mask()
@@ -30,7 +33,7 @@ def run_plain(problem, tensors, mesh, *, mask_dims=(), buffers=True, needs=True,
     with cp_dispatch.context_parallel(mesh, **named, **options):
         shards = [x.detach().clone().requires_grad_(needs) for x in inputs]
         own = grad.detach().clone()
-        output = problem.attend(*shards, *masks)
+        output = (attend or problem.attend)(*shards, *masks)
     assert type(output) is torch.Tensor and output.shape == own.shape
     results = [output.detach()]
     if needs:

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
+from cp_dispatch import traced_style
 from tests.distributed.compiled import _has_compiler
 from tests.distributed.models import Model
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
@@ -106,6 +108,32 @@ def dynamic_length(env: Env, marked: bool) -> None:
                 torch.testing.assert_close(a.to_local(), b.to_local())
     assert len(graphs.forward) == (1 if marked else 2), vars(graphs)
     assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
+
+
+def lengths_whose_shards_are_alike(env: Env) -> None:
+    """Some ranks' shards are alike before and after, so that nothing but the DTensor's own size
+    tells them that the length has changed."""
+    mesh = env.mesh()
+
+    def function(x):
+        return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True)
+
+    for dynamic in (None, False):
+        for lengths in ((131, 132, 131), (128, 127)):
+            torch._dynamo.reset()
+            compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            for length in lengths:
+                generator = torch.Generator().manual_seed(length)
+                whole = torch.randn(1, 2, length, 8, generator=generator)
+                results = []
+                for f in (function, compiled):
+                    x = distribute(whole, mesh, ROWS).requires_grad_()
+                    with cp_dispatch.enabled():
+                        y = f(x)
+                        results.append((y, *torch.autograd.grad(y, x, y.detach())))
+                for want, got in zip(*results, strict=True):
+                    assert got.shape == whole.shape
+                    torch.testing.assert_close(got.to_local(), want.to_local())
 
 
 def train(model, mesh, compiled=None, steps=3, lr=0.1) -> list[float]:
@@ -274,6 +302,68 @@ def flops(env: Env) -> None:
     assert in_graphs == [2 * product, 5 * product], (in_graphs, product)
 
 
+def stances(env: Env) -> None:
+    """``set_stance``: eager where it says so, and no old graph under a new setting."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    attend = compile_once(CAUSAL.attend, graphs)
+    tensors = CAUSAL.tensors()
+    want, single = exact(CAUSAL, tensors), one_device(CAUSAL, tensors, "cpu_flash")
+
+    def right(schedule: str) -> None:
+        with cp_dispatch.enabled(schedule=schedule):
+            check(run_sharded(CAUSAL, tensors, env.mesh(), attend=attend), want, single)
+
+    with torch.compiler.set_stance("force_eager"):
+        right("natural_ring")
+    assert not graphs.forward
+    right("natural_ring")
+    for stance in ("eager_on_recompile", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            right("natural_ring")
+            if stance == "eager_on_recompile":
+                right("gather")
+            else:
+                with pytest.raises(RuntimeError, match="fail_on_recompile"):
+                    right("gather")
+    assert len(graphs.forward) == 1
+
+
+class Causal(torch.nn.Module):
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def exported(env: Env) -> None:
+    """An exported program holds the call, and does what eager does where it runs; a module in a
+    style holds its block, on the mesh and in the order of its export."""
+    mesh = env.mesh()
+    whole = Problem(length=32, dim=8).tensors()[:3]
+    want = Causal()(*whole)
+    inputs = [distribute(x, mesh, ROWS) for x in whole]
+    own = tuple(x.to_local() for x in inputs)
+
+    def same(got) -> None:
+        torch.testing.assert_close(got, want.chunk(env.world_size, 2)[env.rank])
+
+    for strict in (False, True):
+        with cp_dispatch.enabled():
+            program = torch.export.export(Causal(), tuple(inputs), strict=strict)
+            same(program.module()(*inputs).to_local())
+        with cp_dispatch.context_parallel(mesh, balancer=None):
+            program = torch.export.export(Causal(), own, strict=strict)
+            same(program.module()(*own))
+        torch.testing.assert_close(program.module()(*own), Causal()(*own))  # outside: local
+    styled = parallelize_module(Causal(), mesh, cp_dispatch.ContextParallel())
+    program = torch.export.export(styled, own, strict=True)
+    same(program.module()(*own))
+    with pytest.raises(cp_dispatch.ContextParallelError, match="strict=True"):
+        torch.export.export(styled, own, strict=False)
+    traced_style._contexts.clear()  # as in another process
+    with pytest.raises(cp_dispatch.ContextParallelError, match="in another process"):
+        program.module()(*own)
+
+
 CAUSAL = Problem(causal=True, key_heads=2, length=128)
 CASES = {
     "causal": functools.partial(attention_alone, problem=CAUSAL),
@@ -292,6 +382,7 @@ CASES = {
     },
     "dynamic length, marked": functools.partial(dynamic_length, marked=True),
     "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
+    "lengths whose shards are alike": lengths_whose_shards_are_alike,
     "whole step": whole_step,
     "whole step, inductor": functools.partial(whole_step, backend="inductor"),
     "checkpoint": functools.partial(whole_step, checkpointed=True),
@@ -302,6 +393,8 @@ CASES = {
     ),
     "plain shards": plain_shards,
     "settings": settings,
+    "stances": stances,
+    "exported": exported,
     "profiled": profiled,
     "flops": flops,
 }

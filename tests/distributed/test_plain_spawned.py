@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_early
 import cp_dispatch
 from cp_dispatch import ContextParallel, HeadTail, context_parallel, context_parallel_unshard
 from tests.distributed.plain import run_plain
-from tests.distributed.reference import FACTOR, Problem, check, exact, one_device
+from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.spawn import Env, run_asked
 
 
@@ -25,16 +25,19 @@ def judged(problem: Problem):
     return tensors, exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
 
 
-def by_context(env: Env, causal, rotate, balancer, forward_only) -> None:
+def fullgraph(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def by_context(env: Env, causal, rotate, balancer, forward_only, compiled=False) -> None:
     problem = Problem(causal=causal, key_heads=2, length=64)
     tensors, want, single = judged(problem)
+    attend = fullgraph(problem.attend) if compiled else None
+    how = {"balancer": balancer, "needs": not forward_only, "attend": attend}
     cp_dispatch.set_rotate_method(rotate)
     try:
-        check(
-            run_plain(problem, tensors, env.mesh(), balancer=balancer, needs=not forward_only),
-            want,
-            single,
-        )
+        check(run_plain(problem, tensors, env.mesh(), **how), want, single)
     finally:
         cp_dispatch.set_rotate_method("allgather")
 
@@ -44,7 +47,7 @@ class Attention(nn.Module):
         return imported_early(query, key, value, **options)
 
 
-def by_style(env: Env, causal, rotate, balancer, forward_only) -> None:
+def by_style(env: Env, causal, rotate, balancer, forward_only, compiled=False) -> None:
     problem = Problem(causal=causal, length=64)
     tensors, want, single = judged(problem)
     mesh = env.mesh()
@@ -52,6 +55,7 @@ def by_style(env: Env, causal, rotate, balancer, forward_only) -> None:
     cp_dispatch.set_rotate_method(rotate)
     try:
         module = parallelize_module(Attention(), mesh, ContextParallel(balancer=balancer))
+        module = fullgraph(module) if compiled else module
         *inputs, grad = cp_dispatch.shard(mesh, tensors, 2, layout)
         inputs = [x.requires_grad_(not forward_only) for x in inputs]
         results = [module(inputs[0], inputs[1], value=inputs[2], is_causal=causal)]
@@ -59,6 +63,41 @@ def by_style(env: Env, causal, rotate, balancer, forward_only) -> None:
             results += torch.autograd.grad(results[0], inputs, grad)
         whole = cp_dispatch.unshard(mesh, [x.detach() for x in results], 2, layout)
         check(whole + [None] * (4 - len(whole)), want, single)
+    finally:
+        cp_dispatch.set_rotate_method("allgather")
+
+
+def native_transformer(env: Env, rotate, causal) -> None:
+    """``nn.TransformerEncoder`` with the style on its attention alone, in training and in eval
+    mode, where it would call a fused kernel that is no attention of ours."""
+    mesh, length = env.mesh(), 16
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x, grad = torch.randn(2, 3, length, 16, generator=torch.Generator().manual_seed(0))
+    for parameter in model.parameters():  # the same model on all
+        torch.distributed.broadcast(parameter.data, 0)
+    alone = copy.deepcopy(model)
+    cp_dispatch.set_rotate_method(rotate)
+    try:
+        for layer in model.layers:
+            parallelize_module(layer.self_attn, mesh, ContextParallel(seq_dim=1))
+        own, own_grad = (t.chunk(env.world_size, 1)[env.rank] for t in (x, grad))
+
+        def mask(rows):
+            return nn.Transformer.generate_square_subsequent_mask(rows) if causal else None
+
+        want = alone(x, mask=mask(length), is_causal=causal)
+        got = model(own, mask=mask(own.size(1)), is_causal=causal)
+        torch.testing.assert_close(got, want.chunk(env.world_size, 1)[env.rank])
+        want.backward(grad)
+        got.backward(own_grad)
+        for mine, true in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.distributed.all_reduce(mine.grad, group=mesh.get_group())
+            torch.testing.assert_close(mine.grad, true.grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            got = model.eval()(own, mask=mask(own.size(1)), is_causal=causal)
+            want = alone.eval()(x, mask=mask(length), is_causal=causal)
+        torch.testing.assert_close(got, want.chunk(env.world_size, 1)[env.rank])
     finally:
         cp_dispatch.set_rotate_method("allgather")
 
@@ -130,7 +169,6 @@ def steps(model, data, around, count=3, compiled=False) -> list[float]:
         block, summed = around([tokens, labels], model)
         with block:
             logits = forward(tokens)
-            logits = getattr(logits, "logits", logits)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
             loss = loss / 128
         loss.backward()  # after the block
@@ -182,51 +220,6 @@ def trains_as_on_one_process(env: Env, compiled=False) -> None:
     assert torch.equal(mine.turns, model.turns)
 
 
-def llama_trains_as_on_one_process(env: Env) -> None:
-    """An unmodified Hugging Face Llama. Its positions and an all-ones padding mask are buffers:
-    without a padding mask it takes jumps in the positions for borders of packed documents."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    llama = LlamaForCausalLM(config)
-
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.llama = copy.deepcopy(llama)
-            self.register_buffer("positions", torch.arange(64).repeat(2, 1))
-            self.register_buffer("seen", torch.ones(2, 64, dtype=torch.int64))
-
-        def forward(self, tokens):
-            return self.llama(
-                input_ids=tokens, position_ids=self.positions, attention_mask=self.seen
-            )
-
-    want = steps(Wrapped().double(), batches(), alone)
-    single = steps(Wrapped(), batches(), alone)
-    around = functools.partial(together, env.mesh(), extra=[("positions", 1), ("seen", 1)])
-    got = steps(Wrapped(), batches(), around)
-    assert want[0] != want[-1]
-    model = Wrapped()
-    model.seen = None
-    tokens = batches()[0][0].clone()
-    block, _ = together(env.mesh(), [tokens], model, [("positions", 1)])
-    with block:
-        if env.rank == 0:  # the last rank's positions have no jump, and it would wait
-            with pytest.raises(cp_dispatch.ContextParallelError, match="this rank's keys alone"):
-                model(tokens)
-    unit = torch.finfo(torch.float32).eps
-    for mine, theirs, true in zip(got, single, want, strict=True):
-        # A loss is one number, whose error on one process may be zero by luck.
-        allowed = max(abs(theirs - true), 8 * unit * abs(true))
-        assert abs(mine - true) <= FACTOR * allowed, (got, single, want)
-
-
 CASES = {
     **{
         f"{name} {rotate} balancer={balancer} causal={causal} forward_only={forward}":
@@ -239,17 +232,30 @@ CASES = {
         for causal in (True, False)
         for forward in (True, False)
     },
+    **{
+        f"{name} {rotate} balancer={balancer} causal={causal} forward_only={forward} compiled":
+        functools.partial(
+            function, causal=causal, rotate=rotate, balancer=balancer, forward_only=forward,
+            compiled=True,
+        )
+        for name, function in (("context", by_context), ("style", by_style))
+        for rotate in ("allgather", "alltoall")
+        for balancer in ("head-tail", None)
+        for causal in (True, False)
+        for forward in (True, False)
+    },
+    **{
+        f"native transformer {rotate} causal={causal}": functools.partial(
+            native_transformer, rotate=rotate, causal=causal
+        )
+        for rotate in ("allgather", "alltoall")
+        for causal in (True, False)
+    },
     "buffers with and without batch": buffers_with_and_without_batch,
     "dropout of one mask": dropout_of_one_mask,
     "trains as on one process": trains_as_on_one_process,
     "trains compiled": functools.partial(trains_as_on_one_process, compiled=True),
 }  # fmt: skip
-try:
-    import transformers  # noqa: F401
-except ImportError:
-    pass
-else:
-    CASES["Llama trains as on one process"] = llama_trains_as_on_one_process
 
 
 @pytest.fixture(scope="module")

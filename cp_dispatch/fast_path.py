@@ -1,0 +1,166 @@
+"""Eager calls that have been made before, without DTensor's dispatch.
+
+Note [Eager calls]
+~~~~~~~~~~~~~~~~~~
+The first call of its kind goes the whole way: plan, op, DTensor's rule, sharding cache. What it
+found out, plan, job and the specs of what came out, depends on nothing but what is in
+:func:`slot`. A second call runs the same kernels on the local tensors and dresses the results in
+the same specs, inside an ``autograd.Function`` that saves what the op's own saves, so that
+checkpoints may record one and recompute by the other.
+
+Who watches operators (a dispatch mode: counters of FLOPs, selective checkpointing, fake tensors,
+any trace) sees the op, for then the whole way is gone. So it is where inputs have to be
+redistributed, with masks and dropout, for other tensor types inside a DTensor, where the gradient
+that comes is placed otherwise, and with ``create_graph=True``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import (
+    below_autograd,
+    dispatch_modes_are_on,
+    dress,
+    dtensor_spec,
+    local_tensor,
+    profiler_is_on,
+)
+from cp_dispatch.backends import BACKENDS
+from cp_dispatch.choose import sdp_flags
+from cp_dispatch.kernels import job_of, run_backward, run_forward
+from cp_dispatch.ops import backward_op
+from cp_dispatch.sharding import target_placements
+
+_known: dict[tuple, Prepared] = {}
+_MAX_KNOWN, _MAX_GRADIENTS = 1024, 16
+
+
+def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -> tuple | None:
+    """All that a call without mask and dropout depends on; None where it has to go the whole way.
+
+    The mesh is in it by identity, which the entry keeps alive: meshes that are equal may have
+    other groups.
+    """
+    if dispatch_modes_are_on() or not _are_plain_dtensors(query, key, value):
+        return None
+    query_spec = dtensor_spec(query)
+    mesh = query_spec.mesh
+    needs = query.requires_grad or key.requires_grad or value.requires_grad
+    return (
+        options, id(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal, scale,
+        enable_gqa, needs and torch.is_grad_enabled(), sdp_flags(),
+        torch.cuda.current_device() if mesh.device_type == "cuda" else None,
+    )  # fmt: skip
+
+
+def known(slot: tuple) -> Prepared | None:
+    return _known.get(slot)
+
+
+def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) -> None:
+    """Keep what a call that went the whole way has found out; ``arguments`` are the op's."""
+    placements = [x.placements for x in (query, key, value)]
+    target, key_target = target_placements(*placements)
+    mesh = query.device_mesh
+    if (
+        placements != [target, key_target, key_target]
+        or mesh.get_coordinate() is None
+        or query.ndim != 4
+        or output.dtype is not query.dtype
+        or not _are_plain_dtensors(output, logsumexp)
+    ):
+        return
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known[slot] = Prepared(plan.backend, mesh, arguments, output, logsumexp)
+
+
+def _are_plain_dtensors(*tensors) -> bool:
+    """DTensors around plain tensors: not around an unfinished collective, nor another wrapper."""
+    return all(type(x) is DTensor and type(local_tensor(x)) is Tensor for x in tensors)
+
+
+class Prepared:
+    """A kind of call."""
+
+    def __init__(self, backend: str, mesh, arguments: tuple, output: DTensor, logsumexp: DTensor):
+        self.backend = backend
+        self._mesh = mesh
+        self._arguments = arguments
+        self._specs = dtensor_spec(output), dtensor_spec(logsumexp)
+        self._gradients: dict[tuple, tuple] = {}
+
+    def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
+        if torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad
+        ):
+            return _Attention.apply(self, query, key, value)
+        return self.forward(query, key, value)[0]
+
+    def forward(self, query, key, value) -> tuple[DTensor, DTensor]:
+        own = local_tensor(query)
+        with below_autograd(), self._range(""):
+            results = run_forward(*self._job(own), own, local_tensor(key), local_tensor(value))
+        return tuple(map(dress, results, self._specs))
+
+    def backward(self, grad_output, saved, key_grad: bool) -> tuple[DTensor, ...]:
+        known = slot = None
+        if (
+            not torch.is_grad_enabled()
+            and not dispatch_modes_are_on()
+            and _are_plain_dtensors(grad_output, *saved)
+            and grad_output.placements == self._specs[0].placements
+            and grad_output.device_mesh is self._mesh
+        ):
+            slot = *map(dtensor_spec, (grad_output, *saved)), key_grad
+            known = self._gradients.get(slot)
+        if known is None:
+            grads = backward_op(self.backend)(
+                grad_output, *saved, *self._arguments, key_grad, False
+            )
+            if slot is not None and _are_plain_dtensors(*grads[:3]):
+                if len(self._gradients) >= _MAX_GRADIENTS:
+                    self._gradients.clear()
+                self._gradients[slot] = tuple(map(dtensor_spec, grads[:3]))
+            return grads[:3]
+        own = [local_tensor(x) for x in (grad_output, *saved)]
+        with below_autograd(), self._range("_backward"):
+            grads = run_backward(*self._job(own[1]), *own, key_grad, False)
+        return tuple(map(dress, grads, known))
+
+    def _job(self, own: Tensor):
+        return job_of(BACKENDS[self.backend], own, *self._arguments)
+
+    def _range(self, way: str):
+        """What a profile shows in place of the op."""
+        if not profiler_is_on():
+            return contextlib.nullcontext()
+        name = f"cp_dispatch::ring_{self.backend}_attention{way}"
+        return torch.profiler.record_function(name)
+
+
+class _Attention(torch.autograd.Function):
+    """As the op's own, in :mod:`cp_dispatch.ops`."""
+
+    @staticmethod
+    def forward(ctx, prepared, query, key, value):
+        output, logsumexp = prepared.forward(query, key, value)
+        # Not the output itself, which autograd would detach twice.
+        ctx.save_for_backward(query, key, value, output.detach(), logsumexp)
+        ctx.prepared = prepared
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if grad_output is None:
+            return None, None, None, None
+        _, *needs = ctx.needs_input_grad
+        saved = ctx.saved_tensors  # once, see cp_dispatch.ops
+        grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
+        return None, *(g if need else None for g, need in zip(grads, needs, strict=True))

@@ -1,0 +1,95 @@
+"""The fused inference kernels of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``.
+
+In eval mode without gradients both modules call one op that holds the projections as well, and
+never call scaled_dot_product_attention. DTensor has no rule for these ops; while enabled they are
+computed on DTensors from their parts, of which attention is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def native_multi_head_attention(
+    query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias,
+    mask=None, need_weights=True, average_attn_weights=True, mask_type=None,
+):  # fmt: skip
+    """``aten::_native_multi_head_attention``."""
+    weights = qkv_weight, qkv_bias, proj_weight, proj_bias
+    output, weights = _attend(
+        (query, key, value), num_head, *weights, mask, mask_type, need_weights
+    )
+    if not need_weights:
+        return output, query.new_empty(0)
+    return output, weights.mean(1) if average_attn_weights else weights
+
+
+def transformer_encoder_layer_fwd(
+    src, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias,
+    use_gelu, norm_first, eps, norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2,
+    ffn_weight_1, ffn_bias_1, ffn_weight_2, ffn_bias_2, mask=None, mask_type=None,
+):  # fmt: skip
+    """``aten::_transformer_encoder_layer_fwd``."""
+    activation = F.gelu if use_gelu else F.relu
+
+    def attention(x):
+        weights = qkv_weight, qkv_bias, proj_weight, proj_bias
+        return _attend((x, x, x), num_heads, *weights, mask, mask_type)[0]
+
+    def feed_forward(x):
+        return F.linear(activation(F.linear(x, ffn_weight_1, ffn_bias_1)), ffn_weight_2, ffn_bias_2)
+
+    def norm(x, weight, bias):
+        return F.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    if norm_first:
+        src = src + attention(norm(src, norm_weight_1, norm_bias_1))
+        return src + feed_forward(norm(src, norm_weight_2, norm_bias_2))
+    src = norm(src + attention(src), norm_weight_1, norm_bias_1)
+    return norm(src + feed_forward(src), norm_weight_2, norm_bias_2)
+
+
+RULES = {
+    "aten::_native_multi_head_attention": native_multi_head_attention,
+    "aten::_transformer_encoder_layer_fwd": transformer_encoder_layer_fwd,
+}
+
+
+def _attend(
+    inputs, heads: int, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, mask_type,
+    need_weights=False,
+):  # fmt: skip
+    """Output, and weights ``(B, H, Sq, Sk)`` or None."""
+    projections = zip(inputs, qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
+    query, key, value = (
+        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for x, weight, bias in projections
+    )
+    seen, weights = _seen(mask, mask_type), None
+    if need_weights:
+        output, weights = _with_weights(query, key, value, seen)
+    else:
+        output = F.scaled_dot_product_attention(query, key, value, seen)
+    return F.linear(output.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
+
+
+def _with_weights(query, key, value, seen):
+    """Attention as DTensor does it, which moves the keys to every rank, and its weights."""
+    if seen is not None and not isinstance(seen, DTensor):
+        everywhere = [Replicate()] * query.device_mesh.ndim
+        seen = DTensor.from_local(seen, query.device_mesh, everywhere, run_check=False)
+    scores = query @ key.transpose(-2, -1) * query.size(-1) ** -0.5
+    weights = (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(-1)
+    return weights @ value, weights
+
+
+def _seen(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """These kernels take True, or anything but zero, for "not seen". Type 1 is a padding mask
+    ``(B, S)``, type 0 is ``(S, S)`` and type 2 both in one of four dims."""
+    if mask is None:
+        return None
+    seen = ~mask.to(torch.bool)
+    return seen[:, None, None, :] if mask_type == 1 else seen

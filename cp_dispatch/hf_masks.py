@@ -1,0 +1,148 @@
+"""Masks that Hugging Face transformers makes inside a ``context_parallel`` block.
+
+Note [Masks of transformers]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A model of transformers makes its masks from lengths that it sees, which inside a block are those of
+a shard: a sliding window longer than the shard would be left out, a shorter one would come as
+``(L, L)``, of this rank's keys alone, and what one rank takes for packed documents or padding
+another does not. So while a block is on, the function that makes masks for ``"sdpa"``, which
+transformers lets anyone replace, is ours. The ranks first tell each other what they have, in one
+small exchange for each mask (one or two in a forward, none in a layer). Then all leave the mask
+out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise.
+
+Masks that the caller prepares (4-D, or a dict of one for each kind of layer) never come here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+
+from cp_dispatch._compat import all_gather_single
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Span, unshard
+from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.plain_context import PlainContext
+
+_KIND = "sdpa"
+_NAMES = {
+    "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
+    "allow_is_causal_skip", "allow_is_bidirectional_skip", "device",
+}  # fmt: skip
+_installed: list[tuple] = []  # transformers' table, its function, ours
+
+READY = (
+    "or pass the model attention masks that are ready: a 4-D boolean tensor [B, 1, S, S], or for a "
+    "model with several kinds of layers a dict of them by the names in config.layer_types"
+)
+
+
+def install(plain_context) -> None:
+    """Stand before transformers' masks, if it is imported; ``plain_context()`` says what holds."""
+    module = sys.modules.get("transformers.masking_utils")
+    table = getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    if table is None or _installed:
+        return
+    theirs = table[_KIND]
+
+    def sdpa_mask(*args, **kwargs):
+        # A trace cannot ask the other ranks; the (L, L) mask that it gets is refused by the call.
+        context = None if torch.compiler.is_compiling() else plain_context()
+        if context is None or context.mesh.size() == 1:
+            return theirs(*args, **kwargs)
+        given = inspect.signature(theirs).bind(*args, **kwargs)
+        given.apply_defaults()
+        return _mask(context, theirs, given.arguments)
+
+    _installed.append((table, theirs, sdpa_mask))
+    table[_KIND] = sdpa_mask
+
+
+def remove() -> None:
+    """Put transformers' function back, unless somebody else has put another one since."""
+    if not _installed:
+        return
+    table, theirs, ours = _installed.pop()
+    if table[_KIND] is ours:
+        del table[_KIND]
+        if table[_KIND] is not theirs:
+            table[_KIND] = theirs
+
+
+def _mask(context: PlainContext, theirs, given: dict):
+    if not _NAMES <= given.keys():
+        raise ContextParallelError(
+            "this version of transformers makes its masks from other arguments than those that "
+            f"cp_dispatch knows, {sorted(given)}; use transformers 5.24, {READY}"
+        )
+    rows, keys, padding = given["q_length"], given["kv_length"], given["attention_mask"]
+    skips = given["allow_is_causal_skip"], given["allow_is_bidirectional_skip"]
+    offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
+    mesh = context.mesh
+    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None))
+    of_rows, of_keys, special, cached, padded = ranks
+    total = sum(of_rows)
+    if any(cached):
+        _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
+    if any(special):
+        _refuse(
+            "a mask depends on more than positions, and its function only knows this rank's shard. "
+            "If position_ids jump on some rank because the shards lie in another order, not for "
+            "packed documents, pass attention_mask of ones, as one more of the buffers",
+            ranks,
+        )
+    if len(set(padded)) > 1 or not (of_keys == of_rows or set(of_keys) == {total}):
+        _refuse("attention_mask must be this rank's part, or the whole one, on every rank", ranks)
+    layout = context.layout(total)
+    if padding is not None and of_keys == of_rows:
+        (padding,) = unshard(mesh, [padding], [1], layout)
+    window = given["local_size"]
+    plain = padding is None or bool(padding.all())
+    if plain and ((skips[0] and (window is None or total < window)) or (skips[1] and not window)):
+        return None
+    config = given.get("kwargs", {}).get("config")
+    if window and padding is not None and getattr(config, "attention_chunk_size", None) == window:
+        _refuse("chunks of attention beside padding begin where this rank's shard does", ranks)
+    if not context.order_is_known:
+        _refuse(
+            'nobody said in which order the shards lie; pass context_parallel(..., balancer="head-'
+            'tail"), a balancer, or balancer=None for natural order',
+            ranks,
+        )
+    device, rank = given["device"], mesh.get_local_rank()
+    if layout is None:
+        own = chunk(Span(0, total), mesh.size())[rank]
+        positions = torch.arange(own.position, own.position + own.length, device=device)
+    elif layout.rows == 1:
+        positions = layout.positions(rank, device)[0]
+    else:
+        _refuse(f"a mask by positions does not know the rows of {type(layout).__name__}", ranks)
+    return theirs(
+        **given
+        | {
+            "kv_length": total,
+            "q_offset": positions - torch.arange(rows, device=device),
+            "attention_mask": padding,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+    )
+
+
+def _tell(mesh, own: tuple) -> list[list[int]]:
+    """For each of this rank's numbers, those of all ranks."""
+    sent = torch.tensor([int(x) for x in own], device=mesh.device_type)
+    received = sent.new_empty(mesh.size() * len(own))
+    all_gather_single(received, sent, group=mesh.get_group())
+    return received.view(mesh.size(), len(own)).t().tolist()
+
+
+def _refuse(reason: str, ranks: list[list[int]]):
+    names = "rows", "keys", "more than positions", "cached", "padding mask"
+    given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
+    raise ContextParallelError(
+        f"a mask that transformers makes inside context_parallel is refused: {reason}; {READY}.\n"
+        f"Given, rank by rank: {given}"
+    )

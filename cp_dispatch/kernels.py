@@ -1,0 +1,126 @@
+"""What the ops compute on one rank: from their arguments to a schedule, and back."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from cp_dispatch._compat import resolve_group
+from cp_dispatch.dropout import Dropout
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import from_text
+from cp_dispatch.merge import token_major
+from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.job import Job
+
+_jobs: dict[tuple, tuple] = {}  # jobs without tensors, and the groups that they were made for
+_MAX_JOBS = 1024
+
+
+def job_of(
+    backend, query, attn_mask, dropout_seed, dropout_p, origin,
+    is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
+    layout, mask_order,
+):  # fmt: skip
+    """The job that an op's arguments describe, and its schedule."""
+    if attn_mask is not None or dropout_seed is not None:
+        group = resolve_group(group_name) if group_name else None
+        dropout = None
+        if dropout_seed is not None:
+            dropout = Dropout(dropout_p, dropout_seed, *origin, query_length)
+        job = _job(
+            backend, query, group, attn_mask, dropout, origin, is_causal, scale,
+            query_length, key_length, schedule, ring_shape, layout, mask_order,
+        )  # fmt: skip
+        return job, SCHEDULES[schedule]
+    key = (
+        backend.name, query.device, query.size(-1), tuple(origin), is_causal, scale,
+        query_length, key_length, schedule, tuple(ring_shape), group_name, layout,
+    )  # fmt: skip
+    known = _jobs.get(key)
+    group = resolve_group(group_name) if group_name else None
+    # Names of groups repeat after destroy_process_group, and on threads that play ranks.
+    if known is None or known[0] is not group:
+        job = _job(
+            backend, query, group, None, None, origin, is_causal, scale,
+            query_length, key_length, schedule, ring_shape, layout, mask_order,
+        )  # fmt: skip
+        if len(_jobs) >= _MAX_JOBS:
+            _jobs.clear()
+        known = _jobs[key] = group, job
+    return known[1], SCHEDULES[schedule]
+
+
+def _job(
+    backend, query, group, mask, dropout, origin,
+    is_causal, scale, query_length, key_length, schedule, ring_shape, layout, mask_order,
+) -> Job:  # fmt: skip
+    ring = Ring.of(group, query.device) if group is not None else None
+    if ring is not None and ring.world_size == 1:
+        ring = None
+    return Job(
+        backend,
+        SCHEDULES[schedule].geometry(
+            query_length, key_length, ring_shape, is_causal, from_text(layout) if layout else None
+        ),
+        1 / math.sqrt(query.size(-1)) if scale is None else scale,
+        ring,
+        mask=mask,
+        own_rows=not layout or "rows" in mask_order,
+        keys_in_place="keys" in mask_order,
+        batch_start=origin[0] if origin else 0,
+        dropout=dropout,
+    )
+
+
+def run_forward(job: Job, schedule, query: Tensor, key: Tensor, value: Tensor):
+    """Output and logsumexp of this rank's shards."""
+    _check_shards(job, query, key)
+    padded = map(job.backend.pad, (query, key, value))
+    output, logsumexp = schedule.forward(job, *padded)
+    return _unpad(output, value.size(-1)), logsumexp
+
+
+def run_backward(
+    job: Job, schedule, grad_output, query, key, value, output, logsumexp, key_grad, mask_grad
+):
+    """Gradients of this rank's query, key, value and mask."""
+    _check_shards(job, query, key)
+    padded = map(job.backend.pad, (grad_output, query, key, value, output))
+    dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+    return (
+        _unpad(dq, query.size(-1)),
+        _unpad(dk, key.size(-1)) if key_grad else placeholder(key),
+        _unpad(dv, value.size(-1)) if key_grad else placeholder(value),
+        dmask if mask_grad else no_mask_grad(job.mask, query),
+    )
+
+
+def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:
+    """A graph that was compiled for another length must not answer."""
+    wanted = job.geometry.query_length(job.rank), job.geometry.key_length(job.rank)
+    if (query.size(2), key.size(2)) != wanted:
+        raise ContextParallelError(
+            f"rank {job.rank} of {job.geometry.world_size} holds {query.size(2)} query rows and "
+            f"{key.size(2)} keys, where lengths and layout say {wanted[0]} and {wanted[1]}. "
+            "Were the DTensors made of uneven shards without their global shape, or was the call "
+            "compiled for another length or layout? Then recompile, torch._dynamo.reset()."
+        )
+
+
+def _unpad(tensor: Tensor, dim: int) -> Tensor:
+    if tensor.size(-1) == dim:
+        return tensor
+    return token_major(*tensor.shape[:3], dim, like=tensor).copy_(tensor[..., :dim])
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """A tensor of the right shape that holds one element; a zero, so that two runs agree."""
+    return like.new_zeros(1).expand(like.shape)
+
+
+def no_mask_grad(attn_mask: Tensor | None, query: Tensor) -> Tensor:
+    """What stands for the gradient of a mask that needs none."""
+    return placeholder(attn_mask) if attn_mask is not None else query.new_empty(0)

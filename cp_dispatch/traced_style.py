@@ -1,0 +1,146 @@
+"""The style ``ContextParallel`` inside graphs of torch.compile.
+
+Note [Styles in graphs]
+~~~~~~~~~~~~~~~~~~~~~~~
+In eager mode the style runs the module in a block. A trace cannot: what a block changes is state of
+this process, and inside a checkpoint dynamo allows no such change. So there the module's inputs are
+marked instead, as tensors of a subclass that only dynamo ever sees. It replaces a call
+of ``scaled_dot_product_attention`` on them by :data:`attend_shards`, an op that carries the number
+of the block that there would have been, and is gone once it has been traced: what is left is the
+ring op. The graph is guarded by what decides about that block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch import graph_guards
+from cp_dispatch._compat import without_subclass
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.local_call import attend_plain
+from cp_dispatch.ops import NAMESPACE
+from cp_dispatch.plain_context import PlainContext
+
+_contexts: dict[int, PlainContext] = {}
+_decide: list = []  # for each class of marked tensors, what gives its block here and now
+
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
+library.define(
+    "attend_shards(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+    "bool is_causal, float? scale, bool enable_gqa, int context) -> Tensor"
+)
+
+
+def _attend_shards(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, context):
+    arguments = query, key, value, mask, dropout_p, is_causal, scale, enable_gqa
+    if context not in _contexts:
+        raise ContextParallelError(
+            "this graph was made in another process, for a ContextParallel style on a mesh or in "
+            "an order that this process has not traced; export or compile the module here"
+        )
+    result = attend_plain(_contexts[context], *arguments)
+    if result is NotImplemented:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return result
+
+
+library.impl("attend_shards", _attend_shards, "CompositeImplicitAutograd")
+
+
+class Marked(torch.Tensor):
+    """A shard, in a trace. Every style on a module has a subclass of its own."""
+
+    number: int
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            with without_subclass():
+                return _attend(cls.number, *args, **kwargs).as_subclass(cls)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _attend(
+    number, query, key, value,
+    attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
+):  # fmt: skip
+    return torch.ops.cp_dispatch.attend_shards(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _number_of(number)
+    )
+
+
+@torch.compiler.assume_constant_result
+def _number_of(number: int) -> int:
+    """The number of the block that holds here and now, with a guard that it goes on to."""
+    decide = _decide[number]
+    graph_guards.note_trace(f"the block of ContextParallel {number}", decide)
+    context = decide()
+    # The same in every process, for graphs are cached on disk, and exported.
+    number = int(hashlib.sha256(repr(context).encode()).hexdigest()[:15], 16)
+    _contexts[number] = context
+    return number
+
+
+def traced_forward(decide, run, own=None):
+    """A forward for modules in a style.
+
+    Args:
+        decide: gives the block that the style is, here and now.
+        run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
+        own: the forward that a module has instead of its class's.
+    """
+    number = len(_decide)
+    _decide.append(decide)
+    cls = type(f"Marked{number}", (Marked,), {"number": number})
+
+    def original(self, *args, **kwargs):
+        return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        # DTensors need a block, also when compiling, which is a graph break.
+        if not torch.compiler.is_dynamo_compiling() or _has_dtensor((args, kwargs)):
+            if torch.compiler.is_exporting():
+                raise ContextParallelError(
+                    "a module in ContextParallel is exported as local attention, unless dynamo "
+                    "traces it; use torch.export.export(..., strict=True), and plain inputs"
+                )
+            return run(self, original, args, kwargs)
+        args, kwargs = map_tensors(lambda x: x.as_subclass(cls), (args, kwargs))
+        return map_tensors(_unmarked, original(self, *args, **kwargs))
+
+    return forward
+
+
+def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, Marked):
+        return tensor
+    with without_subclass():
+        return torch.ops.aten.alias(tensor)
+
+
+def _has_dtensor(value) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_dtensor(x) for x in value)
+    if type(value) is dict:
+        return any(_has_dtensor(x) for x in value.values())
+    return isinstance(value, DTensor)
+
+
+def map_tensors(function, value):
+    """``function`` of every tensor in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)([map_tensors(function, x) for x in value])
+    if isinstance(value, tuple):  # a named one
+        return type(value)(*[map_tensors(function, x) for x in value])
+    if type(value) is dict:
+        return {key: map_tensors(function, x) for key, x in value.items()}
+    return value

@@ -1,0 +1,237 @@
+"""Eager calls that were made before: the same bits as the first, without the op, and only where
+nothing has changed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import cp_dispatch
+from cp_dispatch import dispatch, fast_path
+from tests.distributed.reference import Problem
+from tests.distributed.sharded import distribute, run_sharded
+from tests.distributed.threads import run_threads
+
+BASE = {"batch": 2, "length": 128, "dim": 16}
+CAUSAL = Problem(**BASE, causal=True)
+ROWS, WHOLE = (Shard(2),), (Replicate(),)
+HEAD_TAIL = cp_dispatch.HeadTail(128, 4)
+
+
+def counted(monkeypatch) -> list:
+    """How often a call went the whole way to an op, forward or backward."""
+    calls = []
+    for module, name in ((dispatch, "forward_op"), (fast_path, "backward_op")):
+        real = getattr(module, name)
+
+        def count(backend, real=real, name=name):
+            calls.append(name)
+            return real(backend)
+
+        monkeypatch.setattr(module, name, count)
+    return calls
+
+
+def on_ranks(function, ranks: int = 4, shape=None, names=None):
+    def body(rank: int):
+        return function(init_device_mesh("cpu", shape or (ranks,), mesh_dim_names=names))
+
+    return run_threads(ranks, body)
+
+
+@pytest.mark.parametrize(
+    "problem, options, placements",
+    [
+        (CAUSAL, {}, {}),
+        (CAUSAL, {"schedule": "natural_ring"}, {}),
+        (CAUSAL, {"schedule": "mirrored_ring"}, {}),
+        (CAUSAL, {"schedule": "gather"}, {}),
+        (CAUSAL, {"schedule": "gather", "layout": HEAD_TAIL}, {}),
+        (CAUSAL, {"layout": HEAD_TAIL}, {}),
+        (Problem(**BASE | {"length": 130}, causal=True), {}, {}),
+        (Problem(**BASE | {"length": 3}), {}, {}),
+        (Problem(**BASE, heads=8, key_heads=2), {}, {}),
+        (Problem(**BASE, dtype=torch.bfloat16, scale=0.2), {}, {}),
+        (Problem(**BASE, key_length=200), {}, {"key_placements": WHOLE}),
+        (Problem(**BASE, key_length=200), {}, {"placements": WHOLE, "key_placements": ROWS}),
+        (Problem(**BASE, heads=4), {}, {"placements": (Shard(1),)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("needs", [(True,) * 3, (True, False, False), (False,) * 3], ids=str)
+def test_a_second_call_gives_the_same_bits(monkeypatch, problem, options, placements, needs):
+    calls = counted(monkeypatch)
+    tensors = problem.tensors()
+
+    def body(mesh):
+        first, again, third = (
+            run_sharded(problem, tensors, mesh, needs=needs, **placements) for _ in range(3)
+        )
+        for a, b, c in zip(first, again, third, strict=True):
+            assert (a is None and b is None) or (torch.equal(a, b) and torch.equal(a, c))
+
+    with cp_dispatch.enabled(**options):
+        on_ranks(body)
+    assert calls.count("forward_op") >= 4
+    # A rank's first call goes the whole way and so does its backward, by the op's own autograd;
+    # the second call's backward is the first that comes by here.
+    assert len(calls) == 4 + 4 * any(needs)
+
+
+def inputs(mesh, problem=CAUSAL, needs=True, count=4):
+    tensors = problem.tensors()[:count]
+    return [
+        distribute(x, mesh, ROWS).requires_grad_(needs and i < 3) for i, x in enumerate(tensors)
+    ]
+
+
+def attend(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def warm(mesh, **options):
+    query, key, value, grad = inputs(mesh, **options)
+    for _ in range(2):
+        output = attend(query, key, value)
+        if output.requires_grad:
+            torch.autograd.grad(output, (query, key, value), grad)
+    return query, key, value, grad
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_a_gradient_that_is_placed_otherwise(placement):
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        want = torch.autograd.grad(attend(query, key, value), (query, key, value), grad)
+        other = grad.redistribute(placements=[placement])
+        got = torch.autograd.grad(attend(query, key, value), (query, key, value), other)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor())
+
+    with cp_dispatch.enabled():
+        on_ranks(body)
+
+
+def test_what_changes_a_plan_changes_the_call(monkeypatch):
+    calls = counted(monkeypatch)
+
+    def body(mesh):
+        query, key, value, _ = warm(mesh, needs=False)
+        with sdpa_kernel(SDPBackend.MATH):
+            attend(query, key, value)
+        with cp_dispatch.enabled(schedule="gather"):
+            attend(query, key, value)
+        F.scaled_dot_product_attention(query, key, value)
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+        attend(*inputs(mesh, Problem(**BASE | {"length": 64}, causal=True), needs=False)[:3])
+        attend(*inputs(init_device_mesh("cpu", (1,)), needs=False)[:3])
+        attend(query, key, value)
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 1)
+    assert len(calls) == 7
+
+
+def test_watchers_see_the_op():
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        with FlopCounterMode(display=False) as counter:
+            output = attend(query, key, value)
+            torch.autograd.grad(output, (query, key, value), grad)
+        return counter.get_total_flops()
+
+    with cp_dispatch.enabled():
+        assert set(on_ranks(body, 2)) == {7 * 2 * 2 * 4 * 128 * 128 * 16}
+
+
+def test_a_checkpoint_records_one_way_and_recomputes_the_other(monkeypatch):
+    def body(mesh):
+        query, key, value, grad = inputs(mesh)
+        results = []
+        for _ in range(2):  # records by the op and recomputes without, then without both times
+            output = checkpoint(attend, query, key, value, use_reentrant=False)
+            results.append(torch.autograd.grad(output, (query, key, value), grad))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor())
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
+def test_writing_into_what_was_saved_is_noticed():
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        for touch in (lambda out: out.mul_(2), lambda out: key.detach().mul_(2)):
+            output = attend(query, key, value)
+            with torch.no_grad():
+                touch(output)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(output, (query, key, value), grad)
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 1)
+
+
+def test_a_second_derivative_is_refused():
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        output = attend(query, key, value)
+        (dq,) = torch.autograd.grad(output, query, grad, create_graph=True)
+        with pytest.raises(cp_dispatch.ContextParallelError, match="no second derivative"):
+            dq.to_local().sum().backward()
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 1)
+
+
+def test_no_gradient_and_none_wanted():
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        output = attend(query, key, value)
+        assert output.requires_grad and not attend(query.detach(), key.detach(), value).is_leaf
+        with torch.no_grad():
+            assert not attend(query, key, value).requires_grad
+        with torch.inference_mode():
+            first, again = attend(query, key, value), attend(query, key, value)
+            assert again.is_inference() and first.is_inference()
+            assert torch.equal(first.to_local(), again.to_local())
+        assert torch.equal(output.detach().to_local(), again.to_local().clone())
+        (dv,) = torch.autograd.grad(output, value, grad)
+        assert isinstance(dv, DTensor)
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
+def test_equal_meshes_do_not_share(monkeypatch):
+    """Each mesh has its own groups; a call on one must not wait in those of the other."""
+    thread = threading.local()
+    real = fast_path.job_of
+
+    def job_of(*args):
+        job, schedule = real(*args)
+        thread.seen.append(job.ring.group)
+        return job, schedule
+
+    monkeypatch.setattr(fast_path, "job_of", job_of)
+
+    def body(mesh):
+        other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"]
+        for own in (mesh, other):
+            query, key, value, _ = inputs(own, needs=False)
+            thread.seen = []
+            for _ in range(3):
+                attend(query, key, value)
+            assert len(thread.seen) == 2
+            assert all(group is own.get_group() for group in thread.seen)
+
+    with cp_dispatch.enabled(schedule="natural_ring"):
+        on_ranks(body, 2)

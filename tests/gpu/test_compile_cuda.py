@@ -1,0 +1,308 @@
+"""Compiled steps, CUDA graphs, checkpoints and real models on 2 and up to 4 GPUs.
+
+Calls are judged against float64 as everywhere; losses of a float32 model by 1e-4, and those of a
+bfloat16 one by the noise of one device in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+import cp_dispatch
+from tests.distributed import test_titan_spawned as titan
+from tests.distributed.calls import only
+from tests.distributed.models import Model
+from tests.distributed.reference import FACTOR, Mask, Problem, check, exact, rounding, yardstick
+from tests.distributed.sharded import distribute, run_sharded
+from tests.distributed.spawn import Env, run_asked
+from tests.distributed.test_compiled_spawned import by_policy, saved
+
+try:
+    from tests.distributed import test_hf_spawned as hf
+except pytest.skip.Exception:  # no transformers
+    hf = None
+
+GPUS = torch.cuda.device_count()
+WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+
+ROWS = (Shard(2),)
+LENGTH = 1024
+PROBLEM = Problem(
+    batch=2, heads=8, key_heads=2, length=LENGTH, dim=64, causal=True, dtype=torch.bfloat16
+)
+# (schedule, in head-tail order)
+WAYS = (("natural_ring", False), ("ring", True), ("mirrored_ring", False), ("gather", False),
+        ("gather", True), ("auto", False), ("auto", True))  # fmt: skip
+
+
+def layout_of(env: Env, head_tail: bool):
+    return cp_dispatch.HeadTail(LENGTH, env.world_size) if head_tail else None
+
+
+def order(tensors, layout, back=False):
+    """Whole tensors in the layout's order, or back in natural order."""
+    if layout is None:
+        return list(tensors)
+    index = (layout.inverse if back else layout.indices)[0]
+    return [x if x is None else x.index_select(2, index.to(x.device)) for x in tensors]
+
+
+def judge(problem, tensors, got, kernel: str) -> None:
+    floors, few = rounding(problem, tensors)
+    single = yardstick(problem, tensors, kernel)
+    check(got, exact(problem, tensors), single, floors=floors, few=few)
+
+
+def fresh(seed: int, device) -> list[torch.Tensor]:
+    return Problem(**vars(PROBLEM) | {"seed": seed}).tensors(device)
+
+
+# -- One call, compiled and replayed -------------------------------------------------------------
+
+
+def compiled(
+    env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROBLEM, steps=2, **compiler
+) -> None:
+    """Right with new data at every step; after the first steps nothing is compiled."""
+    torch._dynamo.reset()
+    layout = layout_of(env, head_tail)
+    attend = torch.compile(problem.attend, fullgraph=True, **compiler)
+    with cp_dispatch.enabled(schedule=schedule, layout=layout):
+        for seed in range(steps):
+            torch.compiler.cudagraph_mark_step_begin()
+            tensors = Problem(**vars(problem) | {"seed": seed}).tensors(env.device)
+            with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+                got = run_sharded(
+                    problem, order(tensors, layout), env.mesh(), kernel=kernel, attend=attend
+                )
+            # The graph's memory is written again by the next step.
+            got = [x if x is None else x.clone() for x in order(got, layout, back=True)]
+            judge(Problem(**vars(problem) | {"seed": seed}), tensors, got, kernel)
+
+
+def replayed(env: Env) -> None:
+    """``mode="reduce-overhead"`` does record a CUDA graph here, or its cases prove nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mesh = env.mesh()
+    attend = torch.compile(PROBLEM.attend, fullgraph=True, mode="reduce-overhead")
+    results = []
+    with cp_dispatch.enabled(), torch.profiler.profile() as profile:
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            inputs = [distribute(x, mesh, ROWS) for x in fresh(0, env.device)[:3]]
+            with torch.no_grad():
+                results.append(attend(*inputs).to_local().clone())
+        torch.cuda.synchronize()
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    launched = sum(event.name == "cudaGraphLaunch" for event in profile.events())
+    assert not skipped and launched, (skipped, launched)
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0])
+
+
+def captured(env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROBLEM) -> None:
+    """``torch.cuda.graph`` of a forward and its backward on DTensors, replayed with new data."""
+    layout = layout_of(env, head_tail)
+    mesh = env.mesh()
+    static = [
+        distribute(x, mesh, ROWS).requires_grad_(i < 3)
+        for i, x in enumerate(order(fresh(0, env.device), layout))
+    ]
+    *inputs, grad = static
+    mask = problem.attn_mask(env.device)
+    masks = [] if mask is None else [mask]
+
+    def step():
+        output = problem.attend(*inputs, *masks)
+        return output, *torch.autograd.grad(output, inputs, grad)
+
+    with cp_dispatch.enabled(schedule=schedule, layout=layout), only(kernel):
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+    for seed in (1, 2, 3):
+        tensors = fresh(seed, env.device)
+        with torch.no_grad():
+            for own, new in zip(static, order(tensors, layout), strict=True):
+                own.to_local().copy_(distribute(new, mesh, ROWS).to_local())
+        graph.replay()
+        torch.cuda.synchronize()
+        got = order([x.detach().full_tensor() for x in results], layout, back=True)
+        judge(Problem(**vars(problem) | {"seed": seed}), tensors, got, kernel)
+
+
+def captured_dropout(env: Env) -> None:
+    """Every replay draws other coins, the same on all ranks."""
+    mesh = env.mesh()
+    query, key = (torch.ones(1, 2, 64, 64, device=env.device) for _ in range(2))
+    value = torch.eye(64, device=env.device).expand(1, 2, 64, 64)  # the output is the weights
+    inputs = [distribute(x, mesh, ROWS) for x in (query, key, value)]
+
+    def step():
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, dropout_p=0.5)
+
+    torch.manual_seed(0)
+    with cp_dispatch.enabled(), torch.no_grad():
+        warm = torch.cuda.Stream()
+        with torch.cuda.stream(warm):
+            step()
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step()
+    masks = []
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        masks.append(result.full_tensor() == 0)
+        assert 0.4 < masks[-1].float().mean() < 0.6
+    assert not torch.equal(*masks)
+
+
+# -- Training ----------------------------------------------------------------------------------
+
+
+def losses(model, mesh, compiled=None, steps=4, dtype=torch.float32, device="cuda") -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward = model if compiled is None else compiled
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for step in range(steps):
+        tokens, labels = torch.randint(17, (2, 1, 256), generator=generator).to(device)
+        if mesh is not None:
+            tokens, labels = (distribute(x, mesh, [Shard(1)]) for x in (tokens, labels))
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.manual_seed(step)
+        loss = forward(tokens, labels)
+        if isinstance(loss, DTensor):
+            loss = loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim)
+        loss.backward()
+        result.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def trained(env: Env, dtype=torch.float32, compiler=None, **options) -> None:
+    """A model's losses are one device's, to 1e-4 or within its noise."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(**options).to(env.device, dtype)
+    alone = Model().to(env.device, dtype)
+    alone.load_state_dict(model.state_dict())
+    exactly = copy.deepcopy(alone).double()
+    sharded = distribute_module(model, env.mesh())
+    with cp_dispatch.enabled():
+        run = torch.compile(sharded, fullgraph=True, **compiler) if compiler else None
+        got = losses(sharded, env.mesh(), run, dtype=dtype)
+    if options.get("dropout"):
+        assert got[-1] != got[0] and all(x < 10 for x in got)
+        return
+    single = losses(alone, None, dtype=dtype)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, single, rtol=1e-4, atol=1e-4)
+        return
+    true = torch.tensor(losses(exactly, None, dtype=torch.float64))
+    mine, theirs = ((torch.tensor(x) - true).norm() for x in (got, single))
+    # A loss is one number, whose error on one device may be small by luck.
+    floor = (true.to(dtype).double() - true).norm()
+    assert mine <= FACTOR * max(theirs, floor), (got, single, true)
+
+
+INDUCTOR, EAGER = {"backend": "inductor"}, {"backend": "aot_eager"}
+REPLAY = {"mode": "reduce-overhead"}
+BF16 = torch.bfloat16
+CASES = {
+    "reduce-overhead replays": replayed,
+    **{
+        f"{name} {kernel} {schedule}{', head-tail' * head_tail}": functools.partial(
+            function, kernel=kernel, schedule=schedule, head_tail=head_tail, **options
+        )
+        for name, function, options in (
+            ("aot_eager", compiled, EAGER),
+            ("inductor", compiled, INDUCTOR),
+            ("reduce-overhead", compiled, REPLAY | {"steps": 5}),
+            ("captured", captured, {}),
+        )
+        for kernel in ("flash", "cudnn")
+        for schedule, head_tail in WAYS
+    },
+    **{
+        f"{name} {kernel} {what}": functools.partial(
+            function,
+            kernel=kernel,
+            schedule="auto",
+            head_tail=False,
+            problem=Problem(**vars(PROBLEM) | {"causal": False, "key_heads": None, "mask": mask}),
+            **options,
+        )
+        for name, function, options in (
+            ("inductor", compiled, INDUCTOR),
+            ("reduce-overhead", compiled, REPLAY | {"steps": 5}),
+            ("captured", captured, {}),
+        )
+        for kernel, what, mask in (
+            ("efficient", "full", None),
+            ("efficient", "padding mask", Mask("b11k")),
+            ("cudnn", "bias", Mask("hqk", dtype=None)),
+        )
+    },
+    "captured dropout": captured_dropout,
+    **{
+        f"trains {dtype} {name}": functools.partial(
+            trained, dtype=dtype, compiler=compiler, **options
+        )
+        for dtype in (torch.float32, BF16)
+        for name, compiler, options in (
+            ("eager", None, {}),
+            ("inductor", INDUCTOR, {}),
+            ("aot_eager", EAGER, {}),
+            ("reduce-overhead", REPLAY, {}),
+            ("checkpoint", None, {"checkpointed": True}),
+            ("checkpoint, inductor", INDUCTOR, {"checkpointed": True}),
+            ("selective", None, {"checkpointed": True, "context_fn": saved}),
+            ("selective, inductor", INDUCTOR, {"checkpointed": True, "context_fn": by_policy}),
+        )
+    },
+    "trains with dropout and checkpoint, inductor": functools.partial(
+        trained, compiler=INDUCTOR, checkpointed=True, dropout=0.3
+    ),
+    **{f"titan: {name}": case for name, case in titan.CASES.items()},
+    **({f"HF: {name}": case for name, case in hf.CASES.items()} if hf else {}),
+}
+# Tensor parallel, pipelines and data x context need four.
+ON_4 = ("titan: sequence", "titan: pipeline")
+
+
+def runs(name: str, size: int) -> bool:
+    return size >= 4 or not name.startswith(ON_4)
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
+def outcomes(request) -> dict[str, str]:
+    size = request.param
+    return run_asked(request, size, "nccl", 120, lambda name: runs(name, size))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda(outcomes, case):
+    if case not in outcomes:
+        pytest.skip("needs four GPUs")
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"

@@ -1,0 +1,186 @@
+"""Host time of one eager attention call on DTensors of tiny tensors, ours beside torch's.
+
+    torchrun --nproc-per-node 4 tools/host_time.py              # CUDA where there is, else gloo
+    torchrun --nproc-per-node 4 tools/host_time.py --device cpu --profile gather
+
+The tensors are so small that the device does next to nothing: on CUDA the time between two calls is
+the host's, taken without a synchronization in between; on CPU the kernels and gloo count too, which
+"kernels alone" and a fake group (--fake) show. Medians over the calls, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import os
+import pstats
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cp_dispatch
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernel", default="flash", choices=KERNELS)
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=32, help="of each rank")
+    parser.add_argument("--fake", type=int, metavar="RANKS", help="one process, no communication")
+    parser.add_argument("--profile", metavar="SCHEDULE", help="cProfile of this schedule on rank 0")
+    return parser.parse_args()
+
+
+class Case:
+    """Tiny causal attention, forward and with its backward."""
+
+    def __init__(self, mesh, args, dtype):
+        shape = 1, args.tokens, 8, 64
+        device = mesh.device_type
+
+        def sharded(needs):
+            own = torch.randn(shape, device=device, dtype=dtype).transpose(1, 2)
+            whole = DTensor.from_local(own, mesh, [Shard(2)], run_check=False)
+            return whole.detach().requires_grad_(needs)
+
+        self.plain = [sharded(False) for _ in range(3)]
+        self.leaves = [sharded(True) for _ in range(3)]
+        self.grad = sharded(False)
+        self.shards = [x.to_local().detach() for x in self.plain]
+        self.shard_leaves = [x.clone().requires_grad_() for x in self.shards]
+
+    def forward(self):
+        return F.scaled_dot_product_attention(*self.plain, is_causal=True)
+
+    def both(self):
+        output = F.scaled_dot_product_attention(*self.leaves, is_causal=True)
+        return torch.autograd.grad(output, self.leaves, self.grad)
+
+    def local(self):
+        return F.scaled_dot_product_attention(*self.shards, is_causal=True)
+
+    def local_both(self):
+        output = F.scaled_dot_product_attention(*self.shard_leaves, is_causal=True)
+        return torch.autograd.grad(output, self.shard_leaves, self.shards[0])
+
+
+def measure(call, args) -> float:
+    """Median seconds of a call on the slowest rank."""
+    for _ in range(20):
+        call()
+    times = []
+    for i in range(args.calls):
+        if i % 20 == 0:
+            # Else the device's queue fills up and the host waits for it.
+            if args.device == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            call()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(times), device=args.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+@contextlib.contextmanager
+def torchs(rotate: str):
+    """Torch's own context parallelism on DTensors."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as cp
+
+    before = cp._cp_options.enable_load_balance, cp._cp_options.rotate_method
+    cp._cp_options.enable_load_balance = True
+    cp.set_rotate_method(rotate)
+    cp._enable_context_parallel_dispatcher()
+    try:
+        yield
+    finally:
+        cp._disable_context_parallel_dispatcher()
+        cp._cp_options.enable_load_balance, cp._cp_options.rotate_method = before
+
+
+def candidates(args, world_size: int):
+    layout = cp_dispatch.HeadTail(args.tokens * world_size, world_size)
+    for schedule in ("natural_ring", "gather"):
+        for order in (None, layout):
+            if schedule == "gather" or order is not None:
+                name = f"cp_dispatch {schedule}" + (", head-tail" if order is not None else "")
+                yield name, cp_dispatch.enabled(schedule=schedule, layout=order)
+    yield "cp_dispatch ring, mirrored", cp_dispatch.enabled(schedule="mirrored_ring")
+    for rotate in ("allgather", "alltoall"):
+        yield f"torch cp {rotate}", torchs(rotate)
+
+
+def main() -> None:
+    args = options()
+    torch.set_num_threads(1)
+    if args.fake:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.fake)
+    else:
+        rank = int(os.environ["LOCAL_RANK"])
+        if args.device == "cuda":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            "nccl" if args.device == "cuda" else "gloo",
+            device_id=torch.device("cuda", rank) if args.device == "cuda" else None,
+        )
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    case = Case(mesh, args, torch.bfloat16 if args.device == "cuda" else torch.float32)
+    tell = print if dist.get_rank() == 0 else lambda *_: None
+    what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    tell(
+        f"{mesh.size()} x {what}, torch {torch.__version__}, {args.tokens} tokens a rank, us a call"
+    )
+    tell(f"| {'':32} | forward | forward + backward |\n|---|---|---|")
+    only = sdpa_kernel(KERNELS[args.kernel]) if args.device == "cuda" else contextlib.nullcontext()
+    with only:
+        cells = [measure(call, args) for call in (case.local, case.local_both)]
+        tell(f"| {'kernels alone, local':32} | {cells[0] * 1e6:.0f} | {cells[1] * 1e6:.0f} |")
+        for name, way in candidates(args, mesh.size()):
+            try:
+                with way:
+                    cells = [f"{measure(f, args) * 1e6:.0f}" for f in (case.forward, case.both)]
+            except Exception as error:
+                # On every rank alike: torch's has no CPU kernel, for one.
+                cells = [type(error).__name__, str(error).split("\n")[0][:60]]
+            tell(f"| {name:32} | {cells[0]} | {cells[1]} |")
+        if args.profile:
+            layout = cp_dispatch.HeadTail(args.tokens * mesh.size(), mesh.size())
+            with cp_dispatch.enabled(schedule=args.profile, layout=layout):
+                for call in (case.forward, case.both):
+                    profile(call, args, tell)
+    if not args.fake:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def profile(call, args, tell) -> None:
+    measure(call, args)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(args.calls):
+        call()
+    profiler.disable()
+    if dist.get_rank() == 0:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+
+
+if __name__ == "__main__":
+    main()
