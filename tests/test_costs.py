@@ -170,7 +170,7 @@ def test_auto_takes_the_least_predicted_time(plan, training):
 
 def test_auto_does_not_take_more_memory_than_a_gather_may():
     """Where all moves are free but a ring's, the gather would win."""
-    known = constants(bandwidth=FREE, memory=FREE, slowdown=3.0, push=True)
+    known = constants(bandwidth=FREE, memory=FREE)
     known.moves["shift"] = line(1e9)
     for tokens, schedule in ((65536, "gather"), (65536 * 2, "ulysses")):
         plan = ring(tokens=tokens, layout=HeadTail(tokens * 4, 4), heads=(32, 8))
