@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, planner
+from cp_dispatch.__main__ import main
 from cp_dispatch.costs import Constants, Curve, Links, constants_of, kind_of, predict
 from cp_dispatch.costs.constants import KERNELS
 from cp_dispatch.planner import alternatives, choose
@@ -66,6 +67,12 @@ def test_constants_are_kept(tmp_path):
             Constants.from_json(text)
     assert kind_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
     assert constants_of("no-such-gpu") is None
+
+
+def test_calibrate_wants_several_ranks(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["calibrate"]) == 2
+    assert "torchrun --nproc-per-node 4 -m cp_dispatch calibrate" in capsys.readouterr().err
 
 
 def test_floors_grow_with_ranks():

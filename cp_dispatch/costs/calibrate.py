@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import os
 import pathlib
 import statistics
 import time
@@ -26,6 +27,7 @@ from torch.nn.attention import sdpa_kernel
 
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.costs.constants import FOLDER, KERNELS, Constants, Curve, kind_of
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import HeadTail
 from cp_dispatch.merge import merge_partials
 from cp_dispatch.rows import copy_rows
@@ -141,32 +143,33 @@ def _moves(ring: Ring, sizes, clock: Clock) -> Iterable[tuple[str, Curve]]:
     def buffers(sent: int, received: int):
         return (torch.zeros(n, dtype=torch.uint8, device=clock.device) for n in (sent, received))
 
-    def curve(prepare) -> Curve:
-        return Curve([(size, clock(prepare(size))) for size in sizes])
+    def share(size: int) -> int:
+        """What each of the others sends of ``size`` bytes, a bit more."""
+        return -(-size // (others * 256)) * 256
 
-    def all_gather(size):
-        own = -(-size // others)
+    def curve(prepare) -> Curve:
+        # Back to back, so that the host's latency is not part of it.
+        return Curve([(share(size) * others, clock(prepare(share(size)), 8)) for size in sizes])
+
+    def all_gather(own):
         send, receive = buffers(own, own * ranks)
         return lambda: ring.start_all_gather(send, receive).wait()
 
-    def all_to_all(size):
-        own = -(-size // others)
+    def all_to_all(own):
         send, receive = buffers(own * ranks, own * ranks)
         counts = [own] * ranks
         return lambda: ring.exchange_all(send, counts, receive, counts).wait()
 
-    def shift(size):
-        send, receive = buffers(size, size)
+    def shift(own):
+        send, receive = buffers(own * others, own * others)
         return lambda: ring.shift(send, receive).wait()
 
     yield from ((f.__name__, curve(f)) for f in (all_gather, all_to_all, shift))
-    largest = max(sizes)
-    box = ring.mailbox("calibration", ranks * -(-largest // others))
+    box = ring.mailbox("calibration", ranks * share(max(sizes)))
     if box is None:
         return
 
-    def push(size):
-        own = -(-size // others)
+    def push(own):
         source, _ = buffers(own, 0)
         peers = [(ring.rank + 1 + step) % ranks for step in range(others)]
         targets = [box.at(peer, ring.rank * own, own, torch.uint8)[None] for peer in peers]
@@ -296,6 +299,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks < 2:
+        raise ContextParallelError(
+            f"calibrate measures what ranks send each other, and there is {ranks}; run it on all "
+            "GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
+        )
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
