@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, planner
+from cp_dispatch.__main__ import main
 from cp_dispatch.costs import Constants, Curve, Links, constants_of, kind_of, predict
 from cp_dispatch.costs.constants import KERNELS
 from cp_dispatch.planner import alternatives, choose
@@ -66,6 +67,12 @@ def test_constants_are_kept(tmp_path):
             Constants.from_json(text)
     assert kind_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
     assert constants_of("no-such-gpu") is None
+
+
+def test_calibrate_wants_several_ranks(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["calibrate"]) == 2
+    assert "torchrun --nproc-per-node 4 -m cp_dispatch calibrate" in capsys.readouterr().err
 
 
 def test_floors_grow_with_ranks():
@@ -170,7 +177,7 @@ def test_auto_takes_the_least_predicted_time(plan, training):
 
 def test_auto_does_not_take_more_memory_than_a_gather_may():
     """Where all moves are free but a ring's, the gather would win."""
-    known = constants(bandwidth=FREE, memory=FREE, slowdown=3.0, push=True)
+    known = constants(bandwidth=FREE, memory=FREE)
     known.moves["shift"] = line(1e9)
     for tokens, schedule in ((65536, "gather"), (65536 * 2, "ulysses")):
         plan = ring(tokens=tokens, layout=HeadTail(tokens * 4, 4), heads=(32, 8))

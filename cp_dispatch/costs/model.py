@@ -98,10 +98,15 @@ class _Model:
     def copy(self, size: float) -> float:
         return self.constants.copy(size)
 
+    @property
+    def pushed(self) -> bool:
+        """Whether copy engines move what the plan's ranks send each other. A ring among groups has
+        no mailboxes."""
+        return self.plan.owners is None and self.pushes(self.plan.world_size)
+
     def push(self, size: float, otherwise: str) -> float:
         """Of ``size`` bytes by copy engines, or the collective that is there without them."""
-        ranks = self.plan.world_size
-        return self.move("push" if self.pushes(ranks) else otherwise, size, ranks)
+        return self.move("push" if self.pushed else otherwise, size, self.plan.world_size)
 
     def move(self, name: str, size: float, ranks: int) -> float:
         """Of ``size`` bytes that reach a rank from ``ranks - 1`` others (a shift: from one)."""
@@ -127,7 +132,7 @@ class _Model:
 
     def beside(self, compute: float, moving: float, pushed: bool = False) -> float:
         """Both at once. Copy engines take nothing from kernels."""
-        if not moving or (pushed and self.pushes(self.plan.world_size)):
+        if not moving or (pushed and self.pushed):
             return max(compute, moving)
         return max(compute + min(compute, moving) * (self.constants.slowdown - 1), moving)
 
@@ -135,6 +140,10 @@ class _Model:
 def _ring(model: _Model, rank: int) -> float:
     plan, geometry = model.plan, model.plan.geometry
     ranks, total, incoming_sums = plan.world_size, 0.0, 0.0
+    # Pushed, dK and dV are shares as the kernels give them; passed on, they are sums.
+    sums_row = model.sums_row
+    if model.pushed:
+        sums_row = model.key_row // plan.dtype.itemsize * plan.gradient_itemsize
     for hop in range(ranks):
         owner = (rank - hop) % ranks
         tiles = geometry.tiles(rank, owner)
@@ -142,22 +151,24 @@ def _ring(model: _Model, rank: int) -> float:
         moving = incoming_sums
         if hop < geometry.key_transitions:
             coming = geometry.key_length((owner - 1) % ranks) * model.key_row
-            moving += model.move("shift", coming, ranks)
+            moving += model.push(coming, "shift")
         if model.backward:
-            sums = geometry.key_length(owner) * model.sums_row
+            sums = geometry.key_length(owner) * sums_row
             compute += model.copy(sums) if tiles else 0.0
-            incoming_sums = model.move("shift", sums, ranks)
-        total += model.beside(compute, moving)
+            if hop or not model.pushed:
+                incoming_sums = model.push(sums, "shift")
+        total += model.beside(compute, moving, model.pushed)
     if model.backward:
-        own = geometry.key_length(rank)
-        total += model.move("shift", own * model.key_row, ranks) + model.copy(own * model.key_row)
+        own = geometry.key_length(rank) * model.key_row
+        home = incoming_sums if model.pushed else model.move("shift", own, ranks)
+        total += home + model.copy(own)
     return total
 
 
 def _exchange(model: _Model, rank: int, row: float) -> float:
     """Halves of a rank's rows with the mirror rank: packed, moved, and put together."""
     rows = model.plan.geometry.query_length(rank)
-    return model.move("shift", rows * row / 2, model.plan.world_size) + 2 * model.copy(rows * row)
+    return model.push(rows * row / 2, "shift") + 2 * model.copy(rows * row)
 
 
 def _mirrored_ring(model: _Model, rank: int) -> float:

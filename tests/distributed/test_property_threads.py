@@ -90,7 +90,7 @@ def calls(draw):
         choices = [Replicate(), *(Shard(dim) for dim, n in enumerate(sizes) if n > 1)]
         mask_placements = [draw(st.sampled_from(choices)) for _ in shape]
     needs = tuple(draw(st.lists(st.booleans(), min_size=3, max_size=3)))
-    schedule = draw(st.sampled_from(["auto", *CHOICES]))
+    schedule = draw(st.sampled_from(["auto", *CHOICES, "hybrid:2", "hybrid:3"]))
     return problem, shape, placements, key_placements, mask_placements, kernel, needs, schedule
 
 
