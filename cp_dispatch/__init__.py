@@ -9,6 +9,9 @@ Importing changes nothing of torch; ``enable()`` does, and ``disable()`` undoes 
 from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas
 from cp_dispatch import sharding as _sharding  # noqa: F401  registers the DTensor rules
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.create import create_cp_block_mask
+from cp_dispatch.flex.explain import explain_flex
+from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.layouts import (
     BlockBalanced,
     HeadTail,
@@ -29,15 +32,18 @@ __all__ = [
     "BlockBalanced",
     "ContextParallel",
     "ContextParallelError",
+    "FlexPlan",
     "HeadTail",
     "PerDocumentHeadTail",
     "Plan",
     "context_parallel",
     "context_parallel_unshard",
+    "create_cp_block_mask",
     "disable",
     "enable",
     "enabled",
     "explain",
+    "explain_flex",
     "is_enabled",
     "next_token_labels",
     "ops_to_save",

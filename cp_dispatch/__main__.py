@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from cp_dispatch import plot
+from cp_dispatch.costs import calibrate
 from cp_dispatch.errors import ContextParallelError
 
 
@@ -16,6 +17,10 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("plot", help=text, description=text)
     plot.add_arguments(command)
     command.set_defaults(run=plot.run)
+    text = "measure what this kind of GPU takes for kernels and messages (under torchrun)"
+    command = commands.add_parser("calibrate", help=text, description=text)
+    calibrate.add_arguments(command)
+    command.set_defaults(run=calibrate.run)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
@@ -36,11 +37,14 @@ __all__ = [
     "OpSchema",
     "OpSpec",
     "OpStrategy",
+    "PLAIN_KEYS",
     "RuntimeSchemaInfo",
     "add_check",
+    "add_subclass_rule",
     "all_gather_single",
     "below_autograd",
     "compiled_graphs",
+    "compiles_for_inductor",
     "composite_kernel",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
@@ -56,22 +60,33 @@ __all__ = [
     "group_name",
     "guard_trace",
     "in_backward",
+    "is_fake",
     "is_functorch_wrapped_tensor",
     "is_tracing",
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "plain_kernel",
     "profiler_is_on",
     "register_op_strategy",
+    "remove_subclass_rule",
     "resolve_group",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
+    "set_plain_kernel",
+    "symmetric_memory",
     "torch_context_parallel_is_on",
     "without_subclass",
 ]
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# Buffers that the ranks of a group address; None in a torch without them.
+try:
+    from torch._C._distributed_c10d import _SymmetricMemory as symmetric_memory
+except ImportError:
+    symmetric_memory = None
 
 # Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
 without_subclass = torch._C.DisableTorchFunctionSubclass
@@ -140,6 +155,46 @@ def dress(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which :func:`resolve_group` finds a group."""
     return group.group_name
+
+
+def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
+    """Let a higher-order op run ``rule`` where an argument is of a tensor subclass; a rule that
+    returns NotImplemented leaves the call to others."""
+    remove_subclass_rule(op, kind)
+    op.py_impl(kind)(rule)
+
+
+def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
+    """As before :func:`add_subclass_rule`."""
+    op.python_key_table.pop(kind, None)
+
+
+# Where a higher-order op's kernels for plain tensors are: with autograd, and in inference mode.
+PLAIN_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key):
+    """The kernel of a higher-order op behind one of ``PLAIN_KEYS``."""
+    return op.py_kernels[dispatch_key]
+
+
+def set_plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key, kernel) -> None:
+    """Put a kernel there, also where the op remembers the one before."""
+    op.py_kernels[dispatch_key] = kernel
+    op._dispatch_cache.clear()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data and is not part of a graph that is being traced."""
+    return isinstance(tensor, FakeTensor)
+
+
+def compiles_for_inductor() -> bool:
+    """Whether this thread traces a graph that inductor will compile."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
 
 
 class CausalBiasDispatch:

@@ -31,15 +31,21 @@ def check_agreement(options: Options, call: Call) -> None:
     Raises:
         ContextParallelError: with what this rank and its peers were given.
     """
-    text = _signature(options, call)
-    mesh = next(x for x in _tensors(call) if isinstance(x, DTensor)).device_mesh
+    agree("scaled_dot_product_attention", _signature(options, call), _tensors(call))
+
+
+def agree(what: str, text: str, tensors) -> None:
+    """Raise on every rank of the mesh if its ranks' texts about a call differ, or if a DTensor
+    among ``tensors`` has a shard that its global shape does not imply."""
+    wholes = [x for x in tensors if isinstance(x, DTensor)]
+    mesh = wholes[0].device_mesh
     if mesh.get_coordinate() is None:
         return
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     digest = digest.to(mesh.device_type)
     # Shards that do not have the shapes that their global shape implies are wrong even if all
     # ranks agree on that.
-    wrong = not all(_local_shape_fits(x) for x in _tensors(call) if isinstance(x, DTensor))
+    wrong = not all(map(local_shape_fits, wholes))
     differ = torch.full((), int(wrong), dtype=torch.int32, device=mesh.device_type)
     # Dim after dim, so that a difference anywhere in the mesh reaches every rank.
     for dim in range(mesh.ndim):
@@ -58,7 +64,7 @@ def check_agreement(options: Options, call: Call) -> None:
             texts |= part
     given = "\n".join(f"  rank {rank}:\n{texts[rank]}" for rank in sorted(texts))
     raise ContextParallelError(
-        "the ranks do not agree on this scaled_dot_product_attention call "
+        f"the ranks do not agree on this {what} call "
         f"(CP_DISPATCH_DEBUG=1 found it, nothing was computed).\n{given}\n"
         "  Make every rank of the mesh call with the same global shapes, dtypes, placements and "
         "options."
@@ -71,23 +77,29 @@ def _tensors(call: Call) -> tuple:
 
 def _signature(options: Options, call: Call) -> str:
     """All that must be the same on every rank, in words."""
-    fits = all(_local_shape_fits(x) for x in _tensors(call) if isinstance(x, DTensor))
+    fits = all(local_shape_fits(x) for x in _tensors(call) if isinstance(x, DTensor))
     lines = [
         call.describe(),
         f"gradients wanted: {[getattr(x, 'requires_grad', None) for x in _tensors(call)]}, "
         f"grad mode {torch.is_grad_enabled()}",
         f"{options}, torch's switches {sdp_flags()}",
+        f"device: {_device_kind(call)}",
         f"seed of dropout: {_seed(call) if call.dropout_p > 0 else None}",
         f"local shards have the shapes that the global shapes imply: {fits}",
     ]
     return "\n".join("    " + line for text in lines for line in text.splitlines())
 
 
+def _device_kind(call: Call) -> str:
+    """The kind of GPU, by which kernels and schedules are chosen."""
+    return torch.cuda.get_device_name() if call.query.is_cuda else "CPU"
+
+
 def _seed(call: Call) -> int:
     return torch.cuda.initial_seed() if call.query.is_cuda else torch.initial_seed()
 
 
-def _local_shape_fits(tensor: DTensor) -> bool:
+def local_shape_fits(tensor: DTensor) -> bool:
     spec, shape = dtensor_spec(tensor), list(tensor.shape)
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:

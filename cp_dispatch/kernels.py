@@ -57,7 +57,7 @@ def _job(
     backend, query, group, mask, dropout, origin,
     is_causal, scale, query_length, key_length, schedule, ring_shape, layout, mask_order,
 ) -> Job:  # fmt: skip
-    ring = Ring(group, query.device) if group is not None else None
+    ring = Ring.of(group, query.device) if group is not None else None
     if ring is not None and ring.world_size == 1:
         ring = None
     return Job(

@@ -15,7 +15,7 @@ class Options:
     """What ``enable`` was told.
 
     Attributes:
-        schedule: ``"auto"`` or one of ``CHOICES``.
+        schedule: ``"auto"``, one of ``CHOICES``, or ``"hybrid:U"``, heads among U ranks.
         layout: a balancer, in whose order every sharded sequence lies; None for natural order.
     """
 
@@ -31,15 +31,22 @@ class Options:
 
     def __post_init__(self):
         choices = ("auto", *CHOICES)
-        if self.schedule not in choices:
+        if self.schedule not in choices and head_ranks(self.schedule) is None:
             raise ContextParallelError(
-                f"schedule must be one of {', '.join(map(repr, choices))}, got {self.schedule!r}"
+                f'schedule must be one of {", ".join(map(repr, choices))}, or "hybrid:U" for heads '
+                f"among U ranks, got {self.schedule!r}"
             )
         if self.layout is not None and not isinstance(self.layout, Balancer):
             raise ContextParallelError(
                 "layout must be None (the sequence in natural order) or a balancer such as "
                 f"cp_dispatch.HeadTail(seq_len, world_size), got {self.layout!r}"
             )
+
+
+def head_ranks(schedule: str) -> int | None:
+    """U of ``"hybrid:U"``, else None."""
+    kind, _, ranks = schedule.partition(":") if isinstance(schedule, str) else ("", "", "")
+    return int(ranks) if kind == "hybrid" and ranks.isdecimal() and int(ranks) else None
 
 
 class Scope:

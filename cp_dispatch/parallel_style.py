@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
 from functools import partial
@@ -14,10 +15,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dispatch._compat import in_backward
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.style import (
+    as_dtensors,
+    find_inputs,
+    global_lengths,
+    lengths_of_masks,
+    value_at,
+)
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule, no_fast_path
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
-from cp_dispatch.toggle import current_options, plain_context, plain_shards
+from cp_dispatch.toggle import current_options, enabled, plain_context, plain_shards
 from cp_dispatch.traced_style import map_tensors, traced_forward
 
 # Our words and the values of torch's enum.
@@ -41,9 +49,15 @@ class ContextParallel(ParallelStyle):
     ``Shard(seq_dim)`` on the mesh; the module gets their local tensors, and its outputs become
     DTensors again.
 
+    With ``attention_type="flex"`` the module is one around ``flex_attention``, and query, key and
+    value are found among its arguments, by these names (or q, k, v), positional or by keyword,
+    else as the first three tensors. Plain shards become DTensors for the forward, and DTensors that
+    come out plain ones again; all other arguments are left alone, so a ``BlockMask`` is that of the
+    whole sequence or :func:`cp_dispatch.create_cp_block_mask`'s.
+
     Args:
         seq_dim: the sequence dim of the inputs: 2 for ``(B, H, L, D)``, 1 for ``(B, L, E)``.
-        attention_type: ``"sdpa"``. ``"flex"`` is not supported yet.
+        attention_type: ``"sdpa"``, or ``"flex"`` for ``flex_attention``.
         balancer: as for :func:`cp_dispatch.context_parallel`. ``"auto"``: as a
             ``context_parallel`` block around says, else the ``layout`` of ``cp_dispatch.enable``,
             else natural order.
@@ -66,12 +80,10 @@ class ContextParallel(ParallelStyle):
         if isinstance(seq_dim, bool) or not isinstance(seq_dim, int):
             raise ContextParallelError(f"seq_dim must be an int, got {seq_dim!r}")
         kind = _TYPES.get(getattr(attention_type, "value", attention_type))
-        if kind == "flex":
-            raise ContextParallelError(
-                "attention_type='flex' is not supported yet; supported is 'sdpa'"
-            )
         if kind is None:
-            raise ContextParallelError(f"attention_type must be 'sdpa', got {attention_type!r}")
+            raise ContextParallelError(
+                f"attention_type must be 'sdpa' or 'flex', got {attention_type!r}"
+            )
         check_balancer(balancer)
         self.seq_dim = seq_dim
         self.attention_type = kind
@@ -82,6 +94,12 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_order(device_mesh, self.balancer)
+        if self.attention_type == "flex":
+            module.register_forward_pre_hook(
+                partial(self._enter_flex, device_mesh), with_kwargs=True
+            )
+            module.register_forward_hook(self._leave_flex, always_call=True)
+            return module
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
@@ -108,14 +126,7 @@ class ContextParallel(ParallelStyle):
         """The module's forward in a block of its own."""
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
-        wholes = [x for x in given if isinstance(x, DTensor)]
-        for x in wholes:
-            if x.device_mesh != mesh or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
-                raise ContextParallelError(
-                    f"ContextParallel(seq_dim={self.seq_dim}) takes plain shards, or DTensors "
-                    f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "
-                    f"{x.placements} on {x.device_mesh}"
-                )
+        wholes = self._wholes(mesh, given)
         own: list[torch.Tensor] = []
 
         def local(x):
@@ -135,6 +146,50 @@ class ContextParallel(ParallelStyle):
         if not wholes:
             return output
         return map_tensors(partial(self._whole, mesh, wholes[0].shape[self.seq_dim]), output)
+
+    @torch.compiler.disable
+    def _enter_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+        places = find_inputs(module, args, kwargs)
+        given = [value_at(place, args, kwargs) for place in places]
+        wholes = self._wholes(mesh, given)
+        own = [x for x in given if not isinstance(x, DTensor)]
+        context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
+        if not context.order_is_known:
+            raise ContextParallelError(
+                "there is no telling in which order the shards lie, without buffers; pass "
+                'balancer="head-tail", a balancer, or None for natural order'
+            )
+        known = [context.balancer.seq_len] if isinstance(context.balancer, Balancer) else []
+        known += lengths_of_masks(args, kwargs)
+        uneven = context.uneven or any(length % mesh.size() for length in known)
+        lengths = global_lengths(given, mesh, self.seq_dim, uneven)
+        inputs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
+        block = enabled(schedule=context.schedule, layout=context.layout(lengths[0]))
+        block.__enter__()
+        _stack().append((module, block, bool(own)))
+        return inputs
+
+    @torch.compiler.disable
+    def _leave_flex(self, module: nn.Module, args, output):
+        stack = _stack()
+        # A module whose forward never began, because another hook failed, comes here too.
+        if not stack or stack[-1][0] is not module:
+            return output
+        _, block, were_plain = stack.pop()
+        block.__exit__(None, None, None)
+        return map_tensors(_plain, output) if were_plain else output
+
+    def _wholes(self, mesh: DeviceMesh, given: list) -> list[DTensor]:
+        """The inputs that are DTensors, which must be sharded along the sequence."""
+        wholes = [x for x in given if isinstance(x, DTensor)]
+        for x in wholes:
+            if x.device_mesh != mesh or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
+                raise ContextParallelError(
+                    f"ContextParallel(seq_dim={self.seq_dim}) takes plain shards, or DTensors "
+                    f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "
+                    f"{x.placements} on {x.device_mesh}"
+                )
+        return wholes
 
     def _check_recomputed(self, module: nn.Module, context: PlainContext) -> None:
         """A checkpoint that is recomputed after the block around has ended would find another
@@ -178,6 +233,21 @@ class ContextParallel(ParallelStyle):
             x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,
             shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+_thread = threading.local()
+
+
+def _stack() -> list:
+    """The modules with flex_attention of this thread that are in their forward: module, block, and
+    whether inputs were plain."""
+    if not hasattr(_thread, "stack"):
+        _thread.stack = []
+    return _thread.stack
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -108,7 +108,7 @@ def pack_sequence(
     if out is None:
         numel = sum(_numel(x, d, length) for x, d in zip(tensors, dims, strict=True))
         out = tensors[0].new_empty(numel)
-    rows.copy_rows(packed_views(out, tensors, length, dims), tensors, index, dims, False)
+    _copy(packed_views(out, tensors, length, dims), tensors, index, dims, False)
     return out
 
 
@@ -136,7 +136,13 @@ def unpack_sequence(
             "use packed_views, or permute_sequence with the inverse index"
         )
     _check_values(index, tensors, dims, checked)
-    rows.copy_rows(tensors, packed_views(buffer, tensors, length, dims), index, dims, True)
+    _copy(tensors, packed_views(buffer, tensors, length, dims), index, dims, True)
+
+
+def _copy(targets, sources, index, dims, scatter) -> None:
+    # Torch's copy of a range is faster than a kernel that could gather.
+    copy = rows.copy_rows if index is not None else rows.copy_rows_eager
+    copy(targets, sources, index, dims, scatter)
 
 
 def packed_views(

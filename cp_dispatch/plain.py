@@ -28,12 +28,16 @@ import threading
 from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Balancer, shard, unshard
+from cp_dispatch.flex.plain import local_form, swap
+from cp_dispatch.layouts import Balancer, Span, shard, unshard
 from cp_dispatch.layouts.buffers import permute
+from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
 from cp_dispatch.toggle import plain_shards
 
@@ -76,15 +80,16 @@ def context_parallel(
     a padding mask ``(B, 1, 1, S)``, its shard ``(B, 1, 1, L)``, ``(S, S)`` and this rank's rows
     ``(L, S)`` do; ``(L, L)`` says nothing about the keys of other ranks, and raises.
 
-    Attention that is not ``F.scaled_dot_product_attention``, such as ``flex_attention`` or
-    ``nn.MultiheadAttention(need_weights=True)``, or is under ``torch.vmap``, is not seen and stays
+    ``flex_attention`` goes over ranks too, uncompiled, with its ``BlockMask`` among the buffers,
+    which has this rank's rows and lengths in the block. Other attention, such as
+    ``nn.MultiheadAttention(need_weights=True)``, or under ``torch.vmap``, is not seen and stays
     local, as with torch.
 
     Args:
         mesh: a mesh of one dim, such as ``mesh["cp"]``.
         buffers: whole tensors, the same on every rank, of any dtype, without gradients: inputs,
-            labels, positions, RoPE tables. In the block they are shards.
-        buffer_seq_dims: the sequence dim of each.
+            labels, positions, RoPE tables. In the block they are shards. And ``BlockMask``.
+        buffer_seq_dims: the sequence dim of each; of a ``BlockMask`` it may be any int.
         no_restore_buffers: those of ``buffers`` that stay shards after the block.
         balancer: the order of sequences. ``"auto"``: torch's default, the first and the last pieces
             go to the same rank (:class:`HeadTail`) where 2 W divides the length, else natural
@@ -100,10 +105,10 @@ def context_parallel(
     """
     check_order(mesh, balancer)
     buffers, dims, keep = _checked(buffers, buffer_seq_dims, no_restore_buffers)
-    lengths = [buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)]
+    lengths = [_length(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
     with torch.no_grad():
         shards = [
-            shard(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
+            _shard_of(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
             for buffer, dim, length in zip(buffers, dims, lengths, strict=True)
         ]
     context = PlainContext(
@@ -182,6 +187,20 @@ def current_schedule() -> str:
 # -- Buffers ----------------------------------------------------------------------------------
 
 
+def _shard_of(mesh: DeviceMesh, buffer, dim: int, layout: Balancer | None):
+    """A buffer's shard; of a BlockMask the fields that it gets."""
+    own = shard(mesh, buffer, dim, layout)
+    if not isinstance(buffer, BlockMask):
+        return own
+    rank, size = mesh.get_local_rank(), mesh.size()
+    rows, keys = (chunk(Span(0, length), size)[rank].length for length in buffer.seq_lengths)
+    return local_form(own, rows, keys)
+
+
+def _length(buffer, dim: int) -> int:
+    return buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else buffer.shape[dim]
+
+
 def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
     """Buffers, their sequence dims, and the ids of those that are not to be restored."""
     buffers, dims = list(buffers or ()), list(dims or ())
@@ -193,6 +212,13 @@ def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
         raise _BadValue("no_restore_buffers must be a subset of buffers")
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{i}]"
+        if isinstance(buffer, BlockMask):
+            if ids.index(id(buffer)) != i or id(buffer) in _sharded:
+                raise ContextParallelError(
+                    f"{name}, a BlockMask, is already this rank's rows, of this block or of one "
+                    "around it; name each buffer once"
+                )
+            continue
         if not isinstance(buffer, torch.Tensor):
             raise _BadValue(f"{name} must be a tensor, got {type(buffer).__name__}")
         if buffer.requires_grad:
@@ -221,20 +247,28 @@ def _swapped(buffers: list, shards: list, keep: set[int]):
     Autograd saves a buffer by reference, and would find the whole tensor in a backward after the
     block. So what is saved inside is saved as an alias, which keeps the shard.
     """
-    ids = {id(buffer) for buffer in buffers}
+    masks = [(x, own) for x, own in zip(buffers, shards, strict=True) if isinstance(x, BlockMask)]
+    tensors = [pair for pair in zip(buffers, shards, strict=True) if isinstance(pair[0], Tensor)]
+    buffers, shards = ([pair[i] for pair in tensors] for i in (0, 1))
+    ids = {id(buffer) for buffer in buffers} | {id(mask) for mask, _ in masks}
     originals = [None if id(buffer) in keep else buffer.detach() for buffer in buffers]
+    fields = []
     aliases = _aliases(ids) if any(x is not None for x in originals) else contextlib.nullcontext()
     with _lock:
         _sharded.update(ids)
     try:
         for buffer, own in zip(buffers, shards, strict=True):
             _put(buffer, own)
+        fields += [(mask, swap(mask, own)) for mask, own in masks]
         with aliases:
             yield
     finally:
         for buffer, original in zip(buffers, originals, strict=True):
             if original is not None:
                 buffer.data = original
+        for mask, before in fields:
+            if id(mask) not in keep:
+                swap(mask, before)
         with _lock:
             _sharded.difference_update(ids)
 

@@ -24,6 +24,7 @@ from cp_dispatch.normalize import (
     without_causal_bias,
 )
 from cp_dispatch.options import Options
+from cp_dispatch.planner import choose, constants_here, with_predictions
 from cp_dispatch.refusal import (
     context_dims,
     form_refusals,
@@ -31,6 +32,8 @@ from cp_dispatch.refusal import (
     unsharded_refusals,
 )
 from cp_dispatch.report import (
+    GATHERS,
+    RINGS,
     Transfer,
     backward_transfers,
     describe,
@@ -38,7 +41,6 @@ from cp_dispatch.report import (
     forward_transfers,
 )
 from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.settle import settle
 from cp_dispatch.sharding import sequence_kinds, target_placements
 from cp_dispatch.why_not import reasons_against
 
@@ -53,8 +55,10 @@ class Plan:
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
             order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
-            all keys in one buffer; ``"replicated_keys"`` or ``"replicated_queries"`` where
-            no key needs to move; ``"local"`` if the sequence is not sharded.
+            all keys in one buffer; ``"ulysses"``, heads by all-to-all, and ``"hybrid"``, among
+            ``head_ranks`` consecutive ranks and with the schedule ``across`` among these groups;
+            ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs to move;
+            ``"local"`` if the sequence is not sharded.
         layout: in which order the shards lie, None for natural order.
         mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
         mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
@@ -66,6 +70,10 @@ class Plan:
         call: the call in words.
         shards: local shapes of query, key and value on the rank that has most.
         dtype: theirs.
+        owners: the geometry, where it is not that of the schedule but of groups of ranks.
+        wide_key_grads: dK and dV come out wide, for ranks have yet to add theirs up.
+        predictions: ``(schedule, seconds forward, seconds backward)`` of every schedule that the
+            call could have, where its kind of GPU has been measured; ``explain`` has it.
     """
 
     handler: str
@@ -83,6 +91,11 @@ class Plan:
     call: str = field(default="", compare=False)
     shards: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None
+    head_ranks: int = 1
+    across: str = ""
+    owners: Geometry | RowGeometry | None = None
+    wide_key_grads: bool = False
+    predictions: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
 
     @property
     def world_size(self) -> int:
@@ -90,12 +103,21 @@ class Plan:
         return math.prod(self.ring_shape)
 
     @property
+    def can_choose(self) -> bool:
+        """Whether query and key are sharded alike, so that there are several schedules."""
+        return self.schedule in (*RINGS, *GATHERS, "ulysses", "hybrid")
+
+    @property
     def op_schedule(self) -> str:
         """The schedule's name as the op takes it: one rank is a ring of one."""
+        if self.schedule == "hybrid":
+            return f"hybrid:{self.head_ranks}:{self.across}"
         return "ring" if self.schedule == "local" else self.schedule
 
     @property
     def geometry(self) -> Geometry | RowGeometry:
+        if self.owners is not None:
+            return self.owners
         return SCHEDULES[self.op_schedule].geometry(
             self.query_length, self.key_length, self.ring_shape, self.is_causal, self.layout
         )
@@ -115,6 +137,11 @@ class Plan:
     def kernel_itemsize(self) -> int:
         """Bytes of an element of an output as the op gives it."""
         return BACKENDS[self.backend].output_dtype(self.dtype).itemsize
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of a kernel's gradients."""
+        return BACKENDS[self.backend].gradient_dtype(self.dtype).itemsize
 
     @property
     def lse_itemsize(self) -> int:
@@ -270,7 +297,19 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
     )
     if schedule != "ring":
         return plan
-    return settle(plan, options.schedule, local.device_type, call.attn_mask is not None)
+    device = local.device_type
+    return choose(
+        plan, options.schedule, device, call.attn_mask is not None, _own_rows(call, plan),
+        constants_here(device), local.needs_grad,
+    )  # fmt: skip
+
+
+def _own_rows(call: Call, plan: Plan) -> bool:
+    """Whether each rank has its own rows of a mask and no others."""
+    mask = call.attn_mask
+    if mask is None or mask.shape[2] == 1:
+        return False
+    return plan.layout is None or "rows" in plan.mask_order
 
 
 def _local_call(call: Call) -> LocalCall:
@@ -352,4 +391,6 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
     four = four_dims(without_causal_bias(call))
     plan = _in_words(make_plan(current_options(), four), four)
+    if plan.handler == "cp_dispatch" and four.attn_mask is None:
+        plan = with_predictions(plan, query.device_mesh.device_type, False)
     return dataclasses.replace(plan, call=call.describe())

@@ -65,7 +65,7 @@ def ring_refusals(call: Call) -> list[str]:
             f"{ {label(call.query, dim): kind for dim, kind in kinds.items()} }; place key and "
             "value like the query"
         )
-    if kinds and not _ascends(call.query.device_mesh, list(kinds)):
+    if kinds and not ascends(call.query.device_mesh, list(kinds)):
         reasons.append(
             f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
             "mesh with ascending ranks"
@@ -198,7 +198,7 @@ def label(tensor: DTensor, dim: int) -> str:
     return names[dim] if names else f"mesh dim {dim}"
 
 
-def _ascends(mesh, dims: list[int]) -> bool:
+def ascends(mesh, dims: list[int]) -> bool:
     # A process group keeps its ranks sorted, and the ring's order must be the shards'.
     with disable_current_modes():
         rings = mesh.mesh.movedim(dims, list(range(-len(dims), 0)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.schedules.gather import plan_of
+from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.gather_plan import parcels_of, plan_of
+from cp_dispatch.schedules.transfer import Transfer
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
@@ -16,17 +18,11 @@ RINGS = ("ring", "mirrored_ring")
 GATHERS = ("gather", "mirrored_gather")
 
 
-class Transfer(NamedTuple):
-    """One collective of a rank: its name, what it carries, and the bytes that the rank sends
-    (all_to_all) or contributes (all_gather, all_reduce, reduce_scatter)."""
-
-    collective: str
-    what: str
-    bytes: int
-
-
 def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one forward on ``rank``, in order."""
+    schedule = SCHEDULES[plan.op_schedule]
+    if hasattr(schedule, "transfers"):
+        return schedule.transfers(plan, rank)[0]
     query, key, value = plan.shards
     if plan.world_size == 1 or plan.schedule == "replicated_keys":
         return []
@@ -51,6 +47,9 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
 
 def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one backward on ``rank`` when all inputs need gradients."""
+    schedule = SCHEDULES[plan.op_schedule]
+    if hasattr(schedule, "transfers"):
+        return schedule.transfers(plan, rank)[1]
     query, key, value = plan.shards
     wide = wide_dtype(plan.dtype).itemsize
     if plan.world_size == 1:
@@ -65,12 +64,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     outputs = *_outputs(plan), _outputs(plan)[0]
     if plan.schedule in GATHERS:
         gathers = _gathers(plan)
-        sums = [
-            Transfer(
-                "reduce_scatter", "dK, dV", size * wide // plan.dtype.itemsize * plan.world_size
-            )
-            for _, _, size in gathers
-        ]
+        sums = [Transfer("all_to_all", "dK, dV", _shares_sent(plan, rank))]
         if plan.schedule == "gather":
             return gathers + sums
         what = "halves of query, output, its gradient, logsumexp"
@@ -80,13 +74,17 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     transfers = _key_moves(plan, rank)
     for hop in range(plan.world_size):
         # Sums travel wide; the last move, home, in the inputs' dtype.
-        size = wide if hop < plan.world_size - 1 else plan.dtype.itemsize
+        last = hop == plan.world_size - 1 and not plan.wide_key_grads
+        size = plan.dtype.itemsize if last else wide
         length = plan.geometry.key_length((rank - hop) % plan.world_size)
         transfers.append(Transfer("all_to_all", "dK, dV", row * length * size))
     if plan.schedule == "mirrored_ring":
         what = "halves of query, key, value, output, its gradient, logsumexp"
         there = _exchange(plan, rank, what, *_inputs(plan), *outputs)
-        back = _exchange(plan, rank, "halves of dQ, dK, dV", *_inputs(plan))
+        dq, *dkv = _inputs(plan)
+        if plan.wide_key_grads:
+            dkv = [size // plan.dtype.itemsize * wide for size in dkv]
+        back = _exchange(plan, rank, "halves of dQ, dK, dV", dq, *dkv)
         return [there, *transfers, back]
     return transfers
 
@@ -103,6 +101,13 @@ def _gathers(plan: Plan) -> list[Transfer]:
     pieces = plan_of(plan.geometry, 0).pieces
     size = plan.key_row_bytes * key[2] // pieces
     return [Transfer("all_gather", "key, value", size)] * pieces
+
+
+def _shares_sent(plan: Plan, rank: int) -> int:
+    """Bytes of dK and dV that a rank sends to the owners of gathered keys."""
+    owners = (owner for owner in range(plan.world_size) if owner != rank)
+    rows = sum(x.length for owner in owners for x in parcels_of(plan.geometry, rank, owner))
+    return rows * plan.key_row_bytes // plan.dtype.itemsize * plan.gradient_itemsize
 
 
 def _inputs(plan: Plan) -> tuple[int, ...]:
@@ -127,6 +132,9 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     """About the bytes that a forward and a backward hold at their peak on a full rank, beside
     inputs and what a kernel takes for itself: what kernels return, accumulators, buffers in
     flight. (Many tiles at one hop hold a little more.)"""
+    schedule = SCHEDULES[plan.op_schedule]
+    if hasattr(schedule, "extra_bytes"):
+        return schedule.extra_bytes(plan)
     query, key, value = plan.shards
     narrow, wide = plan.dtype.itemsize, plan.output_itemsize
     rows, output = math.prod(query[:3]), math.prod(query[:3]) * value[3]
@@ -139,11 +147,11 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     merging = 2 * kernel + output * wide + rows * plan.lse_itemsize
     summing = kernel_grads + dq * (narrow + wide) + dkv * narrow
     if plan.schedule in GATHERS:
-        # The message, the gathered keys, and in the backward their wide gradients, those that the
-        # largest span's kernel gives, and what comes of them.
+        # The message, the gathered keys, and in the backward their gradients as the kernels give
+        # them, as they are sent and as they come.
         gathered = (plan.world_size + 1) * dkv * narrow
         exchanged = (dq * 2 + output * 4) * narrow * (plan.schedule != "gather")
-        sums = (plan.world_size + 1) * dkv * wide + plan.world_size * dkv * narrow
+        sums = 3 * plan.world_size * dkv * plan.gradient_itemsize
         return gathered + merging + exchanged, gathered + sums + summing + exchanged
     if plan.schedule in RINGS:
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
@@ -176,10 +184,16 @@ def describe(plan: Plan) -> str:
         f"handled by cp_dispatch: {plan.schedule} over {plan.world_size} ranks, "
         f"{plan.backend} kernel"
     )
+    if plan.schedule == "hybrid":
+        groups = plan.world_size // plan.head_ranks
+        head += (
+            f"\n  heads among {plan.head_ranks} consecutive ranks, {plan.across} across the "
+            f"{groups} groups"
+        )
     if plan.layout is not None:
         layout = [f"  in the layout of {line}" for line in plan.layout.explain().splitlines()[:1]]
         head = "\n".join([head, *layout])
-    return "\n".join([head, given, *_costs(plan), *why, *against])
+    return "\n".join([head, given, *_costs(plan), *_times(plan), *why, *against])
 
 
 def _costs(plan: Plan) -> list[str]:
@@ -191,10 +205,8 @@ def _costs(plan: Plan) -> list[str]:
             if rank is None:
                 lines.append("   ...")
                 continue
-            everyone = plan.schedule in RINGS + GATHERS
-            owners = range(plan.world_size) if everyone else (rank,)
-            computed = sum(bool(plan.geometry.tiles(rank, owner)) for owner in owners)
-            line = f"  {rank:4d}  {computed:15d}/{len(owners) - computed:<7d}"
+            computed, there_are = _blocks(plan, rank)
+            line = f"  {rank:4d}  {computed:15d}/{there_are - computed:<7d}"
             for transfers in (forward_transfers(plan, rank), backward_transfers(plan, rank)):
                 sent = sum(transfer.bytes for transfer in transfers) / mib
                 line += f"  {sent:12.3f} ({len(transfers):5d})"
@@ -202,6 +214,27 @@ def _costs(plan: Plan) -> list[str]:
     forward, backward = (size / mib for size in extra_bytes(plan))
     lines.append(f"  extra memory about: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
     return lines
+
+
+def _times(plan: Plan) -> list[str]:
+    """Predicted times of every schedule, the fastest forward and backward first."""
+    if not plan.predictions:
+        return []
+    lines = ["  predicted, ms           forward  backward"]
+    for name, forward, backward in sorted(plan.predictions, key=lambda x: x[1] + x[2]):
+        mark = " <- this" if name == plan.op_schedule else ""
+        lines.append(f"    {name:20s} {forward * 1e3:8.3f}  {backward * 1e3:8.3f}{mark}")
+    return lines
+
+
+def _blocks(plan: Plan, rank: int) -> tuple[int, int]:
+    """Blocks that ``rank`` computes, and those that there are for it."""
+    schedule = SCHEDULES[plan.op_schedule]
+    if hasattr(schedule, "blocks"):
+        return schedule.blocks(plan, rank)
+    everyone = plan.schedule in RINGS + GATHERS
+    owners = range(plan.world_size) if everyone else (rank,)
+    return sum(bool(plan.geometry.tiles(rank, owner)) for owner in owners), len(owners)
 
 
 def _shown(world_size: int) -> list[int | None]:

@@ -3,6 +3,7 @@
 - A natural-order ring with a causal mask takes as long as its last rank, which computes W - 1/2
   blocks of a shard with a shard where the mean is W / 2. A mirrored schedule computes the mean and
   moves halves of query and output (a ring: of key and value too) once each.
+- Heads by all-to-all balance everything and need heads: at least as many query heads as ranks.
 - A ring of W hops has as many kernels, merges and waits as hops, each with a fixed cost; a gather
   has three kernels, but room for all keys and, in the backward, for their gradients, and for
   whatever a kernel holds of scores or masks.
@@ -15,7 +16,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cp_dispatch.options import head_ranks
 from cp_dispatch.schedules import gather, mirror
+from cp_dispatch.schedules.head_shares import are_alike
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
@@ -43,10 +46,20 @@ COSTS = {
 }
 
 
-def settle(plan: Plan, wish: str, device_type: str, masked: bool = False) -> Plan:
-    """The plan of a ring with the schedule that it gets, and the reasons for it."""
+def settle(
+    plan: Plan, wish: str, device_type: str, masked: bool = False, own_rows: bool = False
+) -> Plan:
+    """The plan of a ring with the schedule that it gets, and the reasons for it.
+
+    ``own_rows`` says that each rank has its own rows of the mask and no others.
+    """
     if plan.world_size == 1 or wish == "natural_ring":
         return plan
+    if wish == "ulysses":
+        return _by_heads(plan, plan.world_size, device_type, own_rows)
+    if wish.startswith("hybrid"):
+        ranks = head_ranks(wish) or _group_size(plan)
+        return _by_heads(plan, ranks, device_type, own_rows)
     if wish == "gather":
         return _gathered(plan)
     if wish == "auto" and not masked and _gather_is_affordable(plan, device_type):
@@ -65,6 +78,81 @@ def _gathered(plan: Plan) -> Plan:
         return _with(plan, "all keys are gathered: few large kernels", "gather")
     reason = "not gathered: the ranks' spans of keys are not alike in number and length"
     return _with(plan, reason)
+
+
+# GPUs of a node, whose links an all-to-all wants; what connects nodes carries a ring's keys.
+_NODE = 8
+
+
+def _group_size(plan: Plan) -> int:
+    """How many ranks share heads: those of the last mesh dim where there are several, else the
+    largest proper part of the ranks that the heads allow."""
+    if len(plan.ring_shape) > 1:
+        return plan.ring_shape[-1]
+    ranks = plan.world_size
+    parts = [n for n in range(2, min(_NODE, ranks - 1) + 1) if ranks % n == 0]
+    (_, heads, _, _), (_, key_heads, _, _), _ = plan.shards
+    # Rather without sending a key head to several ranks.
+    fits = [n for n in parts if key_heads % n == 0] or [
+        n for n in parts if heads >= n and are_alike(heads, key_heads, n)
+    ]
+    return max(fits, default=ranks)
+
+
+def _by_heads(plan: Plan, ranks: int, device_type: str, own_rows: bool) -> Plan:
+    """Heads among ``ranks`` ranks, a ring across; a ring where that does not fit."""
+    (batch, heads, *_), (_, key_heads, *_), _ = plan.shards
+    against = []
+    if plan.world_size % ranks:
+        against.append(f"{plan.world_size} ranks are no groups of {ranks}")
+    if heads < ranks:
+        against.append(f"{heads} query heads on a rank for {ranks} ranks")
+    elif ranks < plan.world_size and not are_alike(heads, key_heads, ranks):
+        against.append(
+            f"{heads} query and {key_heads} key heads for {ranks} ranks make some of them call "
+            "kernels, and thereby rings, more often than others"
+        )
+    if own_rows:
+        against.append(
+            "a mask that differs by row would have to be moved, and every rank would hold all rows"
+        )
+    if against:
+        plan = _with(plan, f"not by heads: {'; '.join(against)}")
+        return _balanced(plan, "ring", device_type)
+    if ranks == plan.world_size:
+        return _with(plan, _words_of_heads(heads, key_heads, ranks), "ulysses")
+    if ranks == 1:
+        return _balanced(plan, "ring", device_type)
+    across = _across(plan, ranks, device_type)
+    settled = _with(plan, _words_of_heads(heads, key_heads, ranks), "hybrid")
+    return dataclasses.replace(
+        settled,
+        reasons=(*settled.reasons, *across.reasons),
+        head_ranks=ranks,
+        across=across.schedule,
+    )
+
+
+def _words_of_heads(heads: int, key_heads: int, ranks: int) -> str:
+    shares = [(r + 1) * heads // ranks - r * heads // ranks for r in range(ranks)]
+    many = f"{min(shares)} to {max(shares)}" if len(set(shares)) > 1 else f"{shares[0]}"
+    words = f"{many} of {heads} query heads on each of {ranks} ranks"
+    if key_heads % ranks:
+        words += f", key heads ({key_heads}) on several"
+    return words
+
+
+def _across(plan: Plan, ranks: int, device_type: str) -> Plan:
+    """The ring among groups of ``ranks`` ranks, as a plan of its own."""
+    shards = tuple(
+        (shape[0], -(-shape[1] // ranks), shape[2] * ranks, shape[3]) for shape in plan.shards
+    )
+    coarse = dataclasses.replace(
+        plan, ring_shape=(plan.world_size // ranks,), shards=shards, reasons=()
+    )
+    if plan.is_causal and plan.layout is None and plan.query_length % plan.world_size:
+        return _with(coarse, "not balanced: the groups' shards are not alike")
+    return _balanced(coarse, "ring", device_type)
 
 
 def _balanced(plan: Plan, wish: str, device_type: str) -> Plan:

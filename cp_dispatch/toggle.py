@@ -35,6 +35,7 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import install as flex
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
@@ -58,8 +59,11 @@ def enable(schedule: str = "auto", layout=None) -> None:
         schedule: ``"ring"``: keys travel; causal work in natural order is balanced by exchanging
             half-shards with the mirror rank where that pays (``"natural_ring"``: never,
             ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
-            every rank, where their shards are alike, else a ring. ``"auto"``: what the plan finds
-            faster. :func:`cp_dispatch.explain` tells.
+            every rank, where their shards are alike, else a ring. ``"ulysses"``: heads by
+            all-to-all, with at least as many query heads as ranks and no mask that differs by row,
+            else a ring. ``"hybrid"``: heads among the ranks of the last mesh dim that shares the
+            sequence, or of a part of the only one (``"hybrid:4"``: of 4 consecutive ranks), and a
+            ring across. ``"auto"``: what the plan finds faster. :func:`cp_dispatch.explain` tells.
         layout: None, sequences are in natural order; or a balancer, in whose order every sharded
             sequence lies (see :func:`cp_dispatch.shard`). Causal masks, ``attn_mask`` and dropout
             then go by true positions.
@@ -186,8 +190,10 @@ def _sync() -> None:
             )
             for name, rule in fused_modules.RULES.items():
                 torch.library.register_torch_dispatch(name, DTensor, _while_on(rule), lib=library)
+            flex.install(current_options, plain_context, enabled, library)
         except BaseException:
             library._destroy()
+            flex.remove()
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
@@ -195,6 +201,7 @@ def _sync() -> None:
     elif _installed and not in_use:
         _installed.pop()._destroy()
         forget_resolved_kernels(_SDPA)
+        flex.remove()
         causal_bias.remove()
         graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()

@@ -5,6 +5,8 @@
 namespace cp_dispatch {
 namespace {
 
+constexpr int kInFlight = 4;
+
 template <typename T, typename Acc, int N>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(const __grid_constant__ Job job, const int64_t* order, int64_t places) {
@@ -19,13 +21,25 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t last = min(read_index(job, index + 1), places);
   for (uint32_t c = column; c < job.units; c += columns) {
     Acc sum[N] = {};
-    for (int64_t j = first; j < last; ++j) {
-      const int64_t row = order[j];
-      if (row < 0 || row >= job.rows) continue;
-      const Pack<T, N> pack = reinterpret_cast<const Pack<T, N>*>(
-          job.source + source + row * job.row_stride)[c];
+    // Several rows in flight; their order in the sum stays.
+    for (int64_t j = first; j < last; j += kInFlight) {
+      Pack<T, N> packs[kInFlight];
+      bool inside[kInFlight];
 #pragma unroll
-      for (int k = 0; k < N; ++k) sum[k] += widen<Acc>(pack.values[k]);
+      for (int i = 0; i < kInFlight; ++i) {
+        const int64_t row = j + i < last ? order[j + i] : -1;
+        inside[i] = row >= 0 && row < job.rows;
+        if (inside[i]) {
+          packs[i] = reinterpret_cast<const Pack<T, N>*>(job.source + source +
+                                                         row * job.row_stride)[c];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (!inside[i]) continue;
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum[k] += widen<Acc>(packs[i].values[k]);
+      }
     }
     Pack<T, N> pack;
 #pragma unroll

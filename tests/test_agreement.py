@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dispatch import ContextParallelError, agreement, enabled
-from cp_dispatch.agreement import _local_shape_fits, _signature, check_agreement, debug_is_on
+from cp_dispatch.agreement import _signature, check_agreement, debug_is_on, local_shape_fits
 from cp_dispatch.call import Call
 from cp_dispatch.options import Options
 from tests.ranks import SEQUENCE, fake_ranks, one_rank, outline
@@ -142,7 +142,7 @@ def test_local_shapes_are_those_of_torch_chunk(length):
             for size in (own - 1, own, own + 1):
                 if size >= 0:
                     tensor = local(mesh, (2, size, 3), (Shard(1),), (2, length, 3))
-                    assert _local_shape_fits(tensor) is (size == own)
+                    assert local_shape_fits(tensor) is (size == own)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_local_shapes_are_those_of_torch_chunk(length):
 )
 def test_local_shapes_on_two_mesh_dims(placements, shape, fits):
     with fake_ranks(2, 2, names=("a", "b")) as mesh:
-        assert _local_shape_fits(local(mesh, shape, placements, (2, 4, 10, 16))) is fits
+        assert local_shape_fits(local(mesh, shape, placements, (2, 4, 10, 16))) is fits
 
 
 def test_a_shard_of_the_wrong_shape_shows_in_the_signature(mesh):

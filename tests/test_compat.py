@@ -18,6 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +34,9 @@ TESTED_WITH = {
     "generate_redistribute_costs": "register_op_strategy",
     "add_check": "compiled_graphs",
     "dynamo_traces": "guard_trace",
+    "PLAIN_KEYS": "set_plain_kernel",
+    "plain_kernel": "set_plain_kernel",
+    "remove_subclass_rule": "add_subclass_rule",
     "get_unwrapped": "is_functorch_wrapped_tensor",
 }
 
@@ -113,6 +117,12 @@ def test_all_gather_single(mesh):
     gathered = torch.zeros(3)
     _compat.all_gather_single(gathered, torch.arange(3.0), group=mesh.get_group(0))
     assert torch.equal(gathered, torch.arange(3.0))
+
+
+def test_symmetric_memory():
+    # Its buffers need GPUs; tests/gpu have them.
+    for name in ("empty_strided_p2p", "rendezvous", "get_buffer"):
+        assert callable(getattr(_compat.symmetric_memory, name))
 
 
 def test_group_name(mesh):
@@ -394,6 +404,102 @@ def test_forget_resolved_kernels():
     before._destroy()
     _compat.forget_resolved_kernels(op)
     assert trace() == 1 and trace().requires_grad
+    library._destroy()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_add_subclass_rule(mesh, compiler):
+    """A rule sees FlexAttention's op with DTensors, below autograd, in eager mode and in traces,
+    where the modes of torch step back for it; its backward too; and it goes again."""
+    ops = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+    seen = []
+
+    def local(x):
+        return _compat.local_tensor(x) if isinstance(x, DTensor) else x
+
+    def wrapped(x):
+        return DTensor.from_local(x, mesh, [Replicate()]) if isinstance(x, torch.Tensor) else x
+
+    def rule(op):
+        def call(*args):
+            seen.append(op)
+            assert isinstance(args[6], dict) or op is ops[1]
+            results = op(*map(local, args))
+            return tuple(x if isinstance(x, tuple) else wrapped(x) for x in results)
+
+        return call
+
+    for op in ops:
+        _compat.add_subclass_rule(op, DTensor, rule(op))
+    attend = torch.compile(flex_attention, backend=compiler) if compiler != "eager" else (
+        flex_attention
+    )  # fmt: skip
+    torch._dynamo.reset()
+    x = wrapped(torch.randn(1, 1, 16, 8)).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *x: None)
+        attend(x, x, x).sum().backward()
+    assert isinstance(x.grad, DTensor) and set(seen) == set(ops)
+    for op in ops:
+        _compat.remove_subclass_rule(op, DTensor)
+        _compat.remove_subclass_rule(op, DTensor)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no rule registered|not supported"):
+        flex_attention(x.detach(), x.detach(), x.detach())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_set_plain_kernel(inference):
+    """One of our kernels sees FlexAttention's op on plain tensors, and torch's is put back."""
+    op, seen = torch.ops.higher_order.flex_attention, []
+    x = torch.randn(1, 1, 16, 8)
+    before = {key: _compat.plain_kernel(op, key) for key in _compat.PLAIN_KEYS}
+    with torch.inference_mode(inference):
+        want = flex_attention(x, x, x)  # and the op remembers its kernels
+
+        def first(key):
+            def kernel(*args):
+                seen.append(key)
+                return before[key](*args)
+
+            return kernel
+
+        for key in _compat.PLAIN_KEYS:
+            _compat.set_plain_kernel(op, key, first(key))
+        assert torch.equal(flex_attention(x, x, x), want) and seen
+        for key, kernel in before.items():
+            _compat.set_plain_kernel(op, key, kernel)
+        seen.clear()
+        assert torch.equal(flex_attention(x, x, x), want) and not seen
+
+
+def test_is_fake():
+    with FakeTensorMode():
+        assert _compat.is_fake(torch.ones(1))
+    assert not _compat.is_fake(torch.ones(1))
+
+
+def test_compiles_for_inductor():
+    """True in a trace for inductor alone, which a backend of functions is not."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("look(Tensor x) -> Tensor")
+    seen = []
+
+    def look(x):
+        seen.append(_compat.compiles_for_inductor())
+        return x + 1
+
+    library.impl("look", look, "CompositeImplicitAutograd")
+    op = torch.ops.cp_dispatch_compat_test.look
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        seen.clear()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(lambda x: op(x) * 2, backend=backend, fullgraph=True)(torch.ones(2))
+        # Dynamo's own look at shapes comes first, before there is a compiler.
+        assert seen[-1] == (backend == "inductor"), seen
+    assert not _compat.compiles_for_inductor()
+    torch._dynamo.reset()
     library._destroy()
 
 

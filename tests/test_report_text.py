@@ -95,12 +95,65 @@ def test_gather(mesh):
         """\
 handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
   rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
-     0                4/0               6.125 (    3)        18.125 (    4)
-     1                3/1               6.125 (    3)        18.125 (    4)
-     2                3/1               6.125 (    3)        18.125 (    4)
+     0                4/0               6.125 (    3)        16.125 (    4)
+     1                3/1               6.125 (    3)        16.125 (    4)
+     2                3/1               6.125 (    3)        14.125 (    4)
      3                4/0               6.125 (    3)        18.125 (    4)
-  extra memory about: 46.750 MiB forward, 68.000 MiB backward
+  extra memory about: 46.750 MiB forward, 74.000 MiB backward
   - half-shards of query and output are exchanged with the mirror rank""",
+    )
+
+
+def test_ulysses(mesh):
+    with enabled(schedule="ulysses"):
+        plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        costs(plan),
+        """\
+handled by cp_dispatch: ulysses over 4 ranks, cpu_flash kernel
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                1/0               9.375 (    3)        18.375 (    3)
+     1                1/0               9.375 (    3)        18.375 (    3)
+     2                1/0               9.375 (    3)        18.375 (    3)
+     3                1/0               9.375 (    3)        18.375 (    3)
+  extra memory about: 16.000 MiB forward, 33.000 MiB backward
+  - 2 of 8 query heads on each of 4 ranks, key heads (2) on several""",
+    )
+
+
+def test_hybrid(mesh):
+    with enabled(schedule="hybrid"):
+        plan = explain(*gqa(mesh, length=16384), is_causal=True, enable_gqa=True)
+    assert_expected_inline(
+        costs(plan),
+        """\
+handled by cp_dispatch: hybrid over 4 ranks, cpu_flash kernel
+  heads among 2 consecutive ranks, mirrored_ring across the 2 groups
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                2/0              12.250 (    6)        26.250 (    8)
+     1                2/0              12.250 (    6)        26.250 (    8)
+     2                2/0              12.250 (    6)        26.250 (    8)
+     3                2/0              12.250 (    6)        26.250 (    8)
+  extra memory about: 41.500 MiB forward, 81.000 MiB backward
+  - 4 of 8 query heads on each of 2 ranks
+  - balanced by halves from the mirror rank: saves about 573 ms of a forward, costs 7.24 ms""",
+    )
+
+
+def test_heads_that_do_not_fit(mesh):
+    with enabled(schedule="hybrid:3"):
+        plan = explain(*gqa(mesh, length=64), enable_gqa=True)
+    assert_expected_inline(
+        costs(plan),
+        """\
+handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
+  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
+     0                4/0               0.023 (    3)         0.055 (    7)
+     1                4/0               0.023 (    3)         0.055 (    7)
+     2                4/0               0.023 (    3)         0.055 (    7)
+     3                4/0               0.023 (    3)         0.055 (    7)
+  extra memory about: 0.065 MiB forward, 0.094 MiB backward
+  - not by heads: 4 ranks are no groups of 3; 8 query and 2 key heads for 3 ranks make some of them call kernels, and thereby rings, more often than others""",  # noqa: E501
     )
 
 

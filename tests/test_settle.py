@@ -60,6 +60,40 @@ def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
         assert "not gathered" in got.reasons[0]
 
 
+@pytest.mark.parametrize("plan, wish, ranks, across", [
+    (ring(), "ulysses", 4, ""),
+    (ring(ranks=32), "ulysses", 32, ""),
+    (ring(ranks=64), "ulysses", 0, "32 query heads on a rank for 64 ranks"),
+    (ring(), "hybrid", 2, "mirrored_ring"),
+    (ring(causal=False), "hybrid", 2, "ring"),
+    (ring(layout=HeadTail(32768, 4)), "hybrid", 2, "ring"),
+    (ring(tokens=8191), "hybrid", 2, "mirrored_ring"),
+    (ring(tokens=8191, query_length=32763), "hybrid", 2, "ring"),
+    (ring(ranks=8), "hybrid", 4, "mirrored_ring"),
+    (ring(ranks=8), "hybrid:2", 2, "mirrored_ring"),
+    (ring(ranks=8), "hybrid:8", 8, ""),
+    (ring(ranks=64), "hybrid", 8, "mirrored_ring"),  # a node
+    (ring(ranks=8, ring_shape=(4, 2)), "hybrid", 2, "mirrored_ring"),
+    (ring(ranks=12, heads=(12, 3)), "hybrid", 3, "mirrored_ring"),
+    (ring(ranks=12, heads=(12, 1)), "hybrid", 6, "mirrored_ring"),
+    (ring(ranks=4), "hybrid:3", 0, "no groups of 3"),
+    (ring(ranks=10, heads=(12, 3)), "hybrid:5", 0, "more often than others"),
+    (ring(ranks=7), "hybrid", 7, ""),
+    (ring(ranks=37), "hybrid", 0, "32 query heads"),
+])  # fmt: skip
+def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
+    for own_rows in (False, True):
+        got = settle(plan, wish, "cuda", masked=own_rows, own_rows=own_rows)
+        if not ranks or own_rows:
+            assert got.schedule in ("ring", "mirrored_ring") and got.head_ranks == 1
+            assert ("differs by row" if own_rows else across) in got.reasons[0]
+        elif ranks == plan.world_size:
+            assert (got.schedule, got.op_schedule) == ("ulysses", "ulysses")
+        else:
+            assert (got.schedule, got.head_ranks, got.across) == ("hybrid", ranks, across)
+            assert got.op_schedule == f"hybrid:{ranks}:{across}"
+
+
 @pytest.mark.parametrize("plan, schedule", [
     (ring(tokens=8192), "mirrored_gather"),
     (ring(tokens=65536), "mirrored_gather"),

@@ -3,18 +3,24 @@
     torchrun --nproc-per-node 4 tools/bench.py --tokens 8192 --backend cudnn --backend flash
 
 Every implementation gets the same DTensors and the same ``F.scaled_dot_product_attention``
-call. "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same kernel in
-the same run; 100% means that nothing was lost by distributing. Times are CUDA events (host clock
-on CPU), the median of rounds, and the slowest rank counts. With ``--steps 1`` each round starts
-on idle GPUs and pays for the host's latency; more steps a round let the host run ahead, as it
-does in training.
+call. ``--tokens``, ``--backend`` and ``--heads`` may be given several times. With ``--out`` rows
+go to a JSON file as they come and to a CSV beside it, with ``--plot`` curves to a PNG; what runs
+out of memory is a row too.
+
+"kept" is (one GPU's time for the whole sequence / ranks) / time, with the same kernel in the same
+run; 100% means that nothing was lost by distributing. Times are CUDA events (host clock on CPU),
+the median of rounds, and the slowest rank counts. With ``--steps 1`` each round starts on idle GPUs
+and pays for the host's latency; more steps a round let the host run ahead, as it does in training.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import datetime
+import gc
+import itertools
 import json
 import pathlib
 import statistics
@@ -30,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cp_dispatch
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.layouts import laid_out
+from cp_dispatch.schedules import mailbox
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", action="append", choices=KERNELS)
     parser.add_argument("--tokens", type=int, action="append", help="per rank")
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"))
+    parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("H", "HKV"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--causal", action="store_true")
@@ -53,16 +60,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="back to back in a timed round")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--skip", action="append", default=[], help="an implementation to skip")
+    parser.add_argument(
+        "--only", action="append", help="an implementation to run, beside one device"
+    )
     parser.add_argument("--profile", action="store_true", help="kernel time by kind, rank 0")
-    parser.add_argument("--out", type=pathlib.Path, help="write rows as JSON here")
-    return parser.parse_args()
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="write rows as JSON here, and as CSV beside"
+    )
+    parser.add_argument("--plot", action="store_true", help="and draw them beside; needs --out")
+    args = parser.parse_args()
+    if args.plot and not args.out:
+        parser.error("--plot needs --out")
+    unknown = {*args.skip, *(args.only or [])} - {*IMPLEMENTATIONS}
+    if unknown:
+        parser.error(f"no implementation {sorted(unknown)}; there are {list(IMPLEMENTATIONS)}")
+    args.heads = args.heads or [[32, 8]]
+    return args
 
 
 class Problem:
     """One shape: local shards and the whole sequence's tensors, made on demand."""
 
-    def __init__(self, args, tokens: int, mesh):
-        self.args, self.tokens, self.mesh = args, tokens, mesh
+    def __init__(self, args, tokens: int, heads, mesh):
+        self.args, self.tokens, self.heads, self.mesh = args, tokens, heads, mesh
         self.world_size = mesh.size()
         self.device = torch.device(mesh.device_type, torch.cuda.current_device()
                                    if mesh.device_type == "cuda" else 0)  # fmt: skip
@@ -70,7 +90,7 @@ class Problem:
 
     def tensors(self, length: int) -> list[torch.Tensor]:
         """query, key, value, grad_output ``(B, H, length, D)``, token-major in memory."""
-        heads, key_heads = self.args.heads
+        heads, key_heads = self.heads
         return [
             torch.randn(self.args.batch, length, h, self.args.head_dim,
                         device=self.device, dtype=self.dtype).transpose(1, 2)
@@ -85,7 +105,7 @@ class Problem:
 
     def flops(self, backward: bool) -> float:
         length = self.tokens * self.world_size
-        forward = 4 * self.args.batch * self.args.heads[0] * length**2 * self.args.head_dim
+        forward = 4 * self.args.batch * self.heads[0] * length**2 * self.args.head_dim
         return forward * (3.5 if backward else 1) * (0.5 if self.args.causal else 1)
 
 
@@ -137,6 +157,10 @@ IMPLEMENTATIONS = {
     "cp_dispatch ring, head-tail": lambda p: ours(p, "ring", cp_dispatch.HeadTail),
     "cp_dispatch gather": lambda p: ours(p, "gather"),
     "cp_dispatch gather, head-tail": lambda p: ours(p, "gather", cp_dispatch.HeadTail),
+    "cp_dispatch ulysses": lambda p: ours(p, "ulysses"),
+    "cp_dispatch ulysses, head-tail": lambda p: ours(p, "ulysses", cp_dispatch.HeadTail),
+    "cp_dispatch hybrid": lambda p: ours(p, "hybrid"),
+    "cp_dispatch hybrid, head-tail": lambda p: ours(p, "hybrid", cp_dispatch.HeadTail),
     "cp_dispatch auto": lambda p: ours(p, "auto"),
     "cp_dispatch auto, head-tail": lambda p: ours(p, "auto", cp_dispatch.HeadTail),
     "torch cp allgather": lambda p: torch_cp(p, "allgather"),
@@ -168,6 +192,11 @@ def steps(problem: Problem, inputs, grad, call):
     return {"fwd": forward, "fwd+bwd": both}
 
 
+def _mailbox_bytes() -> int:
+    """What mailboxes hold beside torch's statistics, while this project is the one that runs."""
+    return mailbox.held_bytes() if cp_dispatch.is_enabled() else 0
+
+
 def measure(step, args, cuda: bool) -> dict:
     """Seconds (median of rounds, worst rank), host seconds and peak extra memory in MiB."""
     for _ in range(args.warmup):
@@ -192,7 +221,7 @@ def measure(step, args, cuda: bool) -> dict:
             end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / args.steps if cuda else host[-1])
         del result
-    extra = (torch.cuda.max_memory_allocated() - before) / 2**20 if cuda else 0.0
+    extra = (torch.cuda.max_memory_allocated() - before + _mailbox_bytes()) / 2**20 if cuda else 0.0
     row = torch.tensor([statistics.median(times), statistics.median(host), extra],
                        device="cuda" if cuda else "cpu", dtype=torch.float64)  # fmt: skip
     dist.all_reduce(row, dist.ReduceOp.MAX)
@@ -235,6 +264,13 @@ def kernel_time(problem: Problem, backend: str, args) -> dict:
     return {"fwd": measure(forward, args, True), "fwd+bwd": measure(both, args, True)}
 
 
+def planned(problem: Problem, inputs) -> dict:
+    """What the plan says about a call of ours."""
+    gqa = inputs[0].shape[1] != inputs[1].shape[1]
+    plan = cp_dispatch.explain(*inputs, is_causal=problem.args.causal, enable_gqa=gqa)
+    return {"schedule": plan.op_schedule}
+
+
 def profile_step(step) -> dict[str, float]:
     """Milliseconds of GPU kernels of one step on this rank, by kind."""
     from torch.profiler import ProfilerActivity, profile
@@ -268,26 +304,27 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
         "backend": backend,
         "tokens_per_rank": problem.tokens,
         "ranks": problem.world_size,
-        "heads": args.heads,
+        "heads": list(problem.heads),
         "head_dim": args.head_dim,
         "batch": args.batch,
         "causal": args.causal,
         "dtype": args.dtype,
         "steps": args.steps,
     }
-    for name, implementation in IMPLEMENTATIONS.items():
-        if name in args.skip or (name in ONLY_CAUSAL and not args.causal):
-            continue
+    for name, implementation in wanted(args):
         for mode in ("fwd", "fwd+bwd"):
             row = shape | {"implementation": name, "mode": mode}
             try:
                 with sdpa_kernel(KERNELS[backend]), implementation(problem) as parts:
+                    if name.startswith("cp_dispatch"):
+                        row |= planned(problem, parts[0])
                     step = steps(problem, *parts)[mode]
                     row |= measure(step, args, cuda)
                     if args.profile and cuda and name.startswith("cp_dispatch"):
                         row["kernel_ms"] = profile_step(step)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                row["error"] = " ".join(str(error).split())[:160]
+                row |= failure(error)
+            step = parts = None
             if "seconds" in row:
                 if name == "one device":
                     alone[mode] = row["seconds"]
@@ -300,18 +337,41 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
                     row["kept"] = alone[mode] / problem.world_size / row["seconds"]
             rows.append(row)
             if cuda:
+                gc.collect()
                 torch.cuda.empty_cache()
     if cuda:
-        for mode, row in kernel_time(problem, backend, args).items():
-            row = shape | {"implementation": "block kernels alone", "mode": mode} | row
-            row["kept"] = alone[mode] / problem.world_size / row["seconds"]
-            rows.append(row)
+        name = {"implementation": "block kernels alone"}
+        try:
+            for mode, row in kernel_time(problem, backend, args).items():
+                if mode in alone:
+                    row["kept"] = alone[mode] / problem.world_size / row["seconds"]
+                rows.append(shape | name | {"mode": mode} | row)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            rows += [shape | name | {"mode": mode} | failure(error) for mode in ("fwd", "fwd+bwd")]
     return rows
+
+
+def wanted(args) -> list:
+    """Names and implementations of this run."""
+    return [
+        (name, implementation)
+        for name, implementation in IMPLEMENTATIONS.items()
+        if name not in args.skip
+        and (args.causal or name not in ONLY_CAUSAL)
+        and (not args.only or name in args.only or name == "one device")
+    ]
+
+
+def failure(error: RuntimeError) -> dict:
+    """A row's words about a run that failed. (All ranks hold as much, and run out alike.)"""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        return {"error": "out of memory"}
+    return {"error": " ".join(str(error).split())[:160]}
 
 
 def show(row: dict) -> str:
     text = f"{row['tokens_per_rank']:7d} {row['backend']:9s} {row['mode']:8s} "
-    text += f"{row['implementation']:30s} "
+    text += f"{'/'.join(map(str, row['heads'])):7s} {row['implementation']:30s} "
     if "error" in row:
         return text + row["error"]
     text += f"{row['seconds'] * 1e3:9.3f} ms"
@@ -323,6 +383,39 @@ def show(row: dict) -> str:
     for kind, value in row.get("kernel_ms", {}).items():
         text += f"\n{'':58s}{kind}: {value:.3f} ms"
     return text
+
+
+COLUMNS = (
+    "implementation", "mode", "backend", "tokens_per_rank", "ranks", "heads", "head_dim", "batch",
+    "causal", "dtype", "steps", "schedule", "seconds", "host_seconds", "extra_mib", "kept",
+    "tflops_per_rank", "error", "card", "torch", "cuda", "date",
+)  # fmt: skip
+
+
+def keep(record: dict, path: pathlib.Path, plot: bool) -> None:
+    """Write the rows as JSON, as CSV, and as curves where asked for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    common = {name: record[name] for name in ("card", "torch", "cuda", "date")}
+    with open(path.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in record["rows"]:
+            writer.writerow(row | common | {"heads": "/".join(map(str, row["heads"]))})
+    if plot:
+        import bench_plot  # this script's folder is on the path
+
+        caption = f"{record['card']}, torch {record['torch']}, {record['date']}"
+        bench_plot.draw(record["rows"], path.with_suffix(".png"), caption)
+
+
+def progress(points, rank: int):
+    """The points, with a bar on the first rank where there is tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return points
+    return tqdm(points, unit="point", disable=rank != 0)
 
 
 def main() -> None:
@@ -337,25 +430,24 @@ def main() -> None:
     card = torch.cuda.get_device_name() if cuda else "cpu"
     if rank == 0:
         print(f"{card} x {mesh.size()}, torch {torch.__version__}, FLOPs: {FLOP_FORMULA}")
-    rows = []
-    for tokens in args.tokens or [8192]:
-        for backend in args.backend or ["flash"]:
-            rows += run_point(Problem(args, tokens, mesh), backend, args, cuda)
-            if rank == 0:
-                print("\n".join(show(row) for row in rows[-2 * len(IMPLEMENTATIONS) - 2 :]
-                                if row["tokens_per_rank"] == tokens
-                                and row["backend"] == backend), flush=True)  # fmt: skip
-    if rank == 0 and args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "card": card,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "date": datetime.date.today().isoformat(),
-            "flop_formula": FLOP_FORMULA,
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {
+        "card": card,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": datetime.date.today().isoformat(),
+        "flop_formula": FLOP_FORMULA,
+        "rows": [],
+    }
+    points = list(itertools.product(args.heads, args.tokens or [8192], args.backend or ["flash"]))
+    for heads, tokens, backend in progress(points, rank):
+        rows = run_point(Problem(args, tokens, heads, mesh), backend, args, cuda)
+        record["rows"] += rows
+        if rank == 0:
+            print("\n".join(map(show, rows)), flush=True)
+            if args.out:
+                keep(record, args.out, False)
+    if rank == 0 and args.plot:
+        keep(record, args.out, True)
     dist.barrier()
     dist.destroy_process_group()
 

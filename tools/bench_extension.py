@@ -26,6 +26,7 @@ import torch
 from cp_dispatch import extension, rows
 from cp_dispatch import permute as P
 from cp_dispatch.merge import merge_eager, merge_partials, token_major
+from cp_dispatch.parts import sum_parts, sum_parts_eager
 from cp_dispatch.permute_ops import sources_of
 
 GOAL_SPEEDUP, GOAL_FRACTION = 1.5, 0.7
@@ -57,10 +58,9 @@ def move_cases(args, q, k, v):
     device, length = q.device, q.size(2)
     index = head_tail(length, 4, device)
     padded = torch.cat([index, index.new_full((length // 64,), -1)])
-    qkv, kv = [q, k, v], [k, v]
+    qkv = [q, k, v]
     tokens = [x.transpose(1, 2) for x in qkv]  # contiguous: what a twin likes best
     flat = q.new_empty(numel(*qkv))
-    half = length // 2
 
     def cat(parts):
         return torch.cat([x.reshape(-1) for x in parts])
@@ -78,15 +78,6 @@ def move_cases(args, q, k, v):
             [x.index_select(1, index).reshape(-1) for x in tokens], out=flat)},
         2 * size(*qkv),
     )  # fmt: skip
-    kv_half = [x[:, :, half:] for x in kv]
-    kv_flat = q.new_empty(numel(*kv_half))
-    views = P.packed_views(kv_flat, kv, length - half)
-    yield Case(
-        "pack a range of k, v (a plain copy)",
-        lambda: P.pack_sequence(kv, start=half, out=kv_flat),
-        {"copy_ of each": lambda: [y.copy_(x) for x, y in zip(kv_half, views, strict=True)]},
-        2 * size(kv_flat),
-    )
     outs = [x.new_empty(x.size(0), len(padded), *x.shape[2:]) for x in tokens]
     views_of_outs = [x.transpose(1, 2) for x in outs]
     missing = (padded < 0).view(1, -1, 1, 1)
@@ -142,7 +133,29 @@ def move_cases(args, q, k, v):
         "backward of an index with repeats",
         sum_rows,
         {"zero_ + index_add_ in float32": index_add},
+    )
+    sources = sources_of(twice, length)
+
+    def sum_only():
+        for x, y in zip(qkv, targets, strict=True):
+            rows.sum_rows(y, x, *sources, 2)
+
+    yield Case(
+        "backward of an index with repeats, its sources known",
+        sum_only,
+        {"zero_ + index_add_ in float32": index_add},
         2 * size(*qkv),
+    )
+
+
+def part_cases(args, k):
+    parts = [torch.randn_like(k) for _ in range(6)]
+    total = token_major(*k.shape, like=k)
+    yield Case(
+        "sum of 6 shares of dK",
+        lambda: sum_parts(parts, total),
+        {"eager": lambda: sum_parts_eager(parts, total)},
+        size(*parts, total),
     )
 
 
@@ -278,7 +291,12 @@ def main() -> None:
             .to(getattr(torch, args.dtype)).transpose(1, 2)
             for h in (args.heads[0], args.heads[1], args.heads[1])
         )  # fmt: skip
-        cases = [*move_cases(args, q, k, v), *merge_cases(args, q), *index_cases(args, device)]
+        cases = [
+            *move_cases(args, q, k, v),
+            *merge_cases(args, q),
+            *part_cases(args, k),
+            *index_cases(args, device),
+        ]
         for case in cases:
             if args.only and args.only not in case.name:
                 continue

@@ -114,6 +114,13 @@ FEATURES = {
         "balancer": cp_dispatch.HeadTail,
     },
     "gather, not causal": {"schedule": "gather"},
+    "ulysses": {"causal": True, "schedule": "ulysses"},
+    "ulysses, head-tail layout": {
+        "causal": True,
+        "schedule": "ulysses",
+        "balancer": cp_dispatch.HeadTail,
+    },
+    "ulysses, MQA 8/1, not causal": {"key_heads": 1, "schedule": "ulysses"},
 }
 
 
@@ -285,7 +292,10 @@ def write() -> None:
     heads = [f"{'CPU' if device == 'cpu' else 'CUDA'} {kernel}" for device, kernel in columns]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for feature in FEATURES:
-        cells = [records[device]["table"][feature][kernel] for device, kernel in columns]
+        cells = [
+            records[device]["table"].get(feature, {}).get(kernel, "not run")
+            for device, kernel in columns
+        ]
         # In the CUDA run of 2026-11-28 torch's own kernels were compared with its math kernel.
         cells = ["torch" if cell.endswith(" stock") else cell for cell in cells]
         lines.append(f"| {feature} | " + " | ".join(cells) + " |")

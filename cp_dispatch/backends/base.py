@@ -152,6 +152,10 @@ class Backend:
         """Dtype of the logsumexp for inputs of ``dtype``."""
         return wide_dtype(dtype)
 
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of the shares of gradients for inputs of ``dtype``."""
+        return dtype
+
     def pad(self, tensor: Tensor) -> Tensor:
         """The tensor as kernels take it: head dim with stride 1, and zeros after it up to the
         kernel's multiple. The tensor itself if it is so already."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch.backends.base import Backend
+from cp_dispatch.backends.base import Backend, wide_dtype
 
 
 class Math(Backend):
@@ -28,6 +28,9 @@ class Math(Backend):
 
     def logsumexp_dtype(self, dtype):
         return torch.float64
+
+    def gradient_dtype(self, dtype):
+        return wide_dtype(dtype)
 
     def _forward(self, query, key, value, bias, causal, scale, dropout=None):
         query, key, value = _widen(query, key, value)

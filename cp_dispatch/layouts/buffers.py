@@ -36,7 +36,9 @@ def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None)
     Args:
         mesh: a mesh with the one dim over which the sequence is sharded.
         buffers: a tensor of any dtype and rank, or lists, tuples and dicts of tensors, nested as
-            you like. ``None`` stays ``None``.
+            you like. ``None`` stays ``None``. A torch ``BlockMask`` of the whole sequence becomes
+            one of this rank's rows of blocks, for ``flex_attention`` on DTensors, whatever its
+            ``seq_dims`` says; it keeps its global lengths.
         seq_dims: the sequence dim of every tensor: one int for all, or ints in the same structure
             as ``buffers``.
         balancer: who owns which positions; without one, consecutive chunks as ``Shard`` has them.
@@ -61,7 +63,12 @@ def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None)
             index = balancer.positions(rank)
         return _Take.apply(tensor, index, dim)
 
-    return map_tensors(one, buffers, seq_dims)
+    def rows_of_mask(mask, name: str):
+        from cp_dispatch.flex.create import cut_block_mask
+
+        return cut_block_mask(mask, mesh, balancer)
+
+    return map_tensors(one, buffers, seq_dims, on_mask=rows_of_mask)
 
 
 def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
@@ -83,7 +90,11 @@ def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = Non
     """
     rank = _local_rank(mesh, balancer)
     lengths: list[int] = []
-    map_tensors(lambda x, dim, name: lengths.append(x.shape[dim]), buffers, seq_dims)
+
+    def count(tensor: torch.Tensor, dim: int, name: str) -> None:
+        lengths.append(tensor.shape[dim])
+
+    map_tensors(count, buffers, seq_dims, on_mask=_whole_mask)
     every_length = iter(_exchange(lengths, mesh))
 
     def one(tensor: torch.Tensor, dim: int, name: str) -> torch.Tensor:
@@ -103,7 +114,16 @@ def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = Non
             index, inverse = balancer.positions(rank), balancer.inverse
         return _Gather.apply(tensor, mesh, max(lengths), whole, index, inverse, dim)
 
-    return map_tensors(one, buffers, seq_dims)
+    return map_tensors(one, buffers, seq_dims, on_mask=_whole_mask)
+
+
+def _whole_mask(mask, name: str):
+    if not hasattr(mask, "cp_whole"):
+        raise ContextParallelError(
+            f"{name} is a BlockMask that does not come from shard(); the rows of all ranks cannot "
+            "be put together, because they are cut inside of blocks. Keep the whole mask"
+        )
+    return mask.cp_whole
 
 
 # -- Autograd ---------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch.errors import ContextParallelError
 
 
-def map_tensors(function, buffers, seq_dims, name: str = "buffers"):
-    """``function(tensor, dim, name)`` for every tensor, in the structure of ``buffers``.
+def map_tensors(function, buffers, seq_dims, name: str = "buffers", on_mask=None):
+    """``function(tensor, dim, name)`` for every tensor, in the structure of ``buffers``, and
+    ``on_mask(mask, name)`` for every ``BlockMask``.
 
     ``dim`` counts from the front, ``name`` says where the tensor is, for messages.
 
@@ -22,6 +23,8 @@ def map_tensors(function, buffers, seq_dims, name: str = "buffers"):
         return None
     if isinstance(buffers, torch.Tensor):
         return function(buffers, _check_tensor(buffers, seq_dims, name), name)
+    if on_mask is not None and hasattr(buffers, "kv_num_blocks"):
+        return on_mask(buffers, name)
     if isinstance(buffers, Mapping):
         keys = list(buffers)
         if isinstance(seq_dims, Mapping) and set(seq_dims) != set(keys):
@@ -32,11 +35,6 @@ def map_tensors(function, buffers, seq_dims, name: str = "buffers"):
             raise ContextParallelError(
                 f"{name} holds {len(keys)} tensors, seq_dims {len(seq_dims)} ints"
             )
-    elif hasattr(buffers, "kv_num_blocks"):
-        raise ContextParallelError(
-            f"{name} is a BlockMask: sharding one is not yet supported. Make the mask of a rank "
-            "from balancer.positions(rank)"
-        )
     else:
         raise ContextParallelError(
             f"{name} must be a tensor, or a list, tuple or dict of tensors, got "
@@ -54,6 +52,7 @@ def map_tensors(function, buffers, seq_dims, name: str = "buffers"):
             buffers[key],
             seq_dims if isinstance(seq_dims, int) else seq_dims[key],
             f"{name}[{key!r}]",
+            on_mask,
         )
         for key in keys
     }

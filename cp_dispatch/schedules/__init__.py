@@ -1,23 +1,41 @@
 """Who computes which block when, and what travels.
 
-A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`).
+A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`),
+and may tell its costs: ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
+:mod:`cp_dispatch.schedules.head_costs`).
 To add one, name it in ``SCHEDULES``; unless it is for particular placements, name it in
 ``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
 """
 
 from cp_dispatch.schedules import mirrored_ring, ring
 from cp_dispatch.schedules.gather import Gather, MirroredGather
+from cp_dispatch.schedules.heads import Heads
 from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
 
-SCHEDULES = {
-    "ring": ring,
-    "mirrored_ring": mirrored_ring,
-    "gather": Gather,
-    "mirrored_gather": MirroredGather,
-    "replicated_keys": ReplicatedKeys,
-    "replicated_queries": ReplicatedQueries,
-}
+
+class _Schedules(dict):
+    """Schedules by name; ``"hybrid:4:ring"`` shares heads among 4 ranks, with a ring across."""
+
+    def __missing__(self, name: str):
+        kind, ranks, across = name.split(":")
+        if kind != "hybrid" or across not in ("ring", "mirrored_ring"):
+            raise KeyError(name)
+        self[name] = found = Heads(int(ranks), across, self[across])
+        return found
+
+
+SCHEDULES = _Schedules(
+    {
+        "ring": ring,
+        "mirrored_ring": mirrored_ring,
+        "gather": Gather,
+        "mirrored_gather": MirroredGather,
+        "ulysses": Heads(),
+        "replicated_keys": ReplicatedKeys,
+        "replicated_queries": ReplicatedQueries,
+    }
+)
 # "natural_ring" is "ring" that is never mirrored; "gather" is mirrored where it must be.
-CHOICES = ("ring", "natural_ring", "mirrored_ring", "gather")
+CHOICES = ("ring", "natural_ring", "mirrored_ring", "gather", "ulysses", "hybrid")
 
 __all__ = ["CHOICES", "SCHEDULES"]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
+from cp_dispatch.schedules.mailbox import Mailbox, mailbox
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+_rings: dict[tuple, tuple[dist.ProcessGroup, Ring]] = {}
 
 
 class Ring:
@@ -26,6 +28,16 @@ class Ring:
     :meth:`mark` and not for what came after, so the host can launch a kernel first and the shift
     that overlaps with it second, and the GPU does not idle while the host prepares the shift.
     """
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> Ring:
+        """The ring of a group, one for each and device."""
+        key = group.group_name, device
+        known = _rings.get(key)
+        # Group names repeat after destroy_process_group, and in threads.
+        if known is None or known[0] is not group:
+            known = _rings[key] = (group, cls(group, device))
+        return known[1]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = _communicator(group)
@@ -66,6 +78,9 @@ class Ring:
         send, receive = send.view(torch.uint8), receive.view(torch.uint8)
         outgoing, incoming = [0] * self.world_size, [0] * self.world_size
         outgoing[to], incoming[source] = send.numel(), receive.numel()
+        return self._all_to_all(send, receive, outgoing, incoming)
+
+    def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
         return dist.all_to_all_single(
             receive, send, incoming, outgoing, group=self.group, async_op=True
         )
@@ -74,14 +89,22 @@ class Ring:
         """Start gathering the flat ``send`` of all ranks, one after the other, in ``receive``."""
         return all_gather_single(receive, send, group=self.group, async_op=True)
 
-    def start_reduce_scatter(self, send: Tensor, receive: Tensor) -> dist.Work | _Sum:
-        """Start summing the flat ``send`` of all ranks; this rank's part comes in ``receive``."""
-        if dist.get_backend(self.group) == "nccl":
-            return dist.reduce_scatter_tensor(receive, send, group=self.group, async_op=True)
-        # Not every other backend has a reduce-scatter.
-        parts = torch.empty_like(send)
-        work = dist.all_to_all_single(parts, send, group=self.group, async_op=True)
-        return _Sum(work, parts.view(self.world_size, -1), receive)
+    def exchange_all(
+        self, send: Tensor, sizes: list[int], receive: Tensor, coming: list[int]
+    ) -> dist.Work:
+        """Start sending ``sizes[r]`` elements of the flat ``send`` to every rank r, while
+        ``coming[r]`` come from it, in the order of the ranks. As :meth:`shift`."""
+        sizes, coming = ([n * send.itemsize for n in x] for x in (sizes, coming))
+        return self._all_to_all(send.view(torch.uint8), receive.view(torch.uint8), sizes, coming)
+
+    @property
+    def may_push(self) -> bool:
+        """Whether there may be mailboxes."""
+        return self.stream is not None
+
+    def mailbox(self, name: str, size: int) -> Mailbox | None:
+        """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
+        return mailbox(self.group, self.stream, name, size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked in a new first dim."""
@@ -95,16 +118,37 @@ class Ring:
         return tensor
 
 
-class _Sum(NamedTuple):
-    """The second half of a reduce-scatter: adding what came."""
+class SubRing(Ring):
+    """Some ranks of a ring as a ring of their own, for moves and all-to-alls.
 
-    work: dist.Work
-    parts: Tensor
-    into: Tensor
+    They take place in the whole ring's group, where ranks outside send and receive nothing: no
+    group has to be made, but every rank of the whole ring must be in as many moves at a time.
+    """
 
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, 0, out=self.into)
+    def __init__(self, whole: Ring, members: range):
+        self.group, self.stream = whole.group, whole.stream
+        self.rank, self.world_size = members.index(whole.rank), len(members)
+        self._whole, self._members = whole, members
+
+    def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
+        spread = []
+        for sizes in (outgoing, incoming):
+            everyone = [0] * self._whole.world_size
+            for member, size in zip(self._members, sizes, strict=True):
+                everyone[member] = size
+            spread.append(everyone)
+        return self._whole._all_to_all(send, receive, *spread)
+
+    #: Not every rank of the group would ask for the same mailbox.
+    may_push = False
+
+    def mailbox(self, name: str, size: int) -> None:
+        """None."""
+
+    def _refuse(self, *_):
+        raise NotImplementedError("the group is the whole ring's; only moves and all-to-alls fit")
+
+    start_all_gather = all_gather = all_reduce = _refuse
 
 
 @functools.cache

@@ -14,43 +14,30 @@ In natural order the queries alone are exchanged with the mirror rank
 (:mod:`cp_dispatch.schedules.mirror`); the keys are gathered in natural order, of which every row
 sees a prefix.
 
-In the backward dK and dV of all keys are summed over the ranks by a reduce-scatter, in float32 for
-16-bit inputs, while what is at home is computed.
+In the backward every rank sends its shares of dK and dV to the keys' owners while it computes what
+is at home (:mod:`cp_dispatch.schedules.key_shares`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 from torch import Tensor
 
-from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans, laid_out
-from cp_dispatch.layouts.tiles import cut, tiles
+from cp_dispatch.layouts import Geometry, Tile, chunk_spans, laid_out
+from cp_dispatch.layouts.tiles import cut
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.gathered import GatheredKeys, KeyGradient
+from cp_dispatch.schedules.gather_plan import fits, plan_of
+from cp_dispatch.schedules.gathered import gathered_keys
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.job import Job
-from cp_dispatch.schedules.mirror import pair_spans, to_natural, to_pairs
+from cp_dispatch.schedules.key_shares import KeyShares
+from cp_dispatch.schedules.mirror import Exchange, pair_spans, to_natural, to_pairs
 from cp_dispatch.schedules.ranges import part
 
-
-def fits(geometry) -> bool:
-    """Whether the keys of every rank are as many, and one piece of consecutive positions or two of
-    one length; where nothing is masked by position any keys are one piece."""
-    if not isinstance(geometry, Geometry):
-        return False
-    lengths = {geometry.key_length(rank) for rank in range(geometry.world_size)}
-    return len(lengths) == 1 and min(lengths) > 0 and _pieces(geometry) <= 2
-
-
-def _pieces(geometry: Geometry) -> int:
-    if not geometry.causal:
-        return 1
-    size = math.gcd(*(span.length for own in geometry.key_spans for span in own))
-    return geometry.key_length(0) // size
+__all__ = ["Gather", "MirroredGather", "fits", "plan_of"]
 
 
 class _Gather:
@@ -64,15 +51,15 @@ class _Gather:
     ) -> Geometry:
         if not self.mirrored:
             return laid_out(query_length, key_length, ring_shape, causal, layout)
-        queries = pair_spans(int(query_length), math.prod(ring_shape))
-        return Geometry(queries, chunk_spans(key_length, ring_shape), causal)
+        return _mirrored(int(query_length), int(key_length), tuple(ring_shape), causal)
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         plan = plan_of(job.geometry, job.rank)
-        if self.mirrored:
-            (query,) = to_pairs(job.ring, query)
-        keys = GatheredKeys(key, value, plan.pieces, job.ring)
+        exchange = to_pairs(job.ring, query) if self.mirrored else None
+        if exchange is not None:
+            (query,) = _for_home(exchange, plan.own)
+        keys = gathered_keys(key, value, job.geometry, job.ring)
         own, rest = plan.own, plan.rest
         if query.numel() == 0:
             own, rest = (), ()
@@ -86,12 +73,15 @@ class _Gather:
                 _forward_halves(job, query, key, value, result, *done)
             else:
                 forward_block(job, query, key, value, own, result)
+        if exchange is not None:
+            exchange.finish()
         with part("gather[gathered]"):
             forward_block(job, query, *keys.wait(), rest, result)
+            keys.release()
         output, logsumexp = result.finish()
         if not self.mirrored:
             return output, logsumexp
-        output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1))
+        output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1)).finish()
         return output, logsumexp.squeeze(-1).contiguous()
 
     def backward(
@@ -108,15 +98,16 @@ class _Gather:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
         plan = plan_of(job.geometry, job.rank)
+        exchange = None
         if self.mirrored:
-            grad_output, query, output, logsumexp = to_pairs(
-                job.ring, grad_output, query, output, logsumexp.unsqueeze(-1)
-            )
-            logsumexp = logsumexp.squeeze(-1).contiguous()
-        keys = GatheredKeys(key, value, plan.pieces, job.ring)
+            exchange = to_pairs(job.ring, grad_output, query, output, logsumexp.unsqueeze(-1))
+            grad_output, query, output, logsumexp = _for_home(exchange, plan.own)
+            logsumexp = logsumexp.squeeze(-1)
+        keys = gathered_keys(key, value, job.geometry, job.ring)
         own, rest = plan.own, plan.rest
         if query.numel() == 0:
             own, rest = (), ()
+        own = _halved(own)
         query_grad = QueryGradient(query, own + rest)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
 
@@ -126,93 +117,67 @@ class _Gather:
                 query_grad, grad_mask,
             )  # fmt: skip
 
-        # Half of what is at home hides the gather, the other half the sum of dK and dV.
-        first, second = own[: len(own) // 2], own[len(own) // 2 :]
+        sums = None
+        if key_grad:
+            dtype = job.backend.gradient_dtype(key.dtype)
+            sums = KeyShares(key, value, job.geometry, job.ring, dtype)
+            sums.open()
+        # Half of what is at home hides the gather, the other half the way of dK and dV.
+        half = (len(own) + self.mirrored) // 2
+        first, second = own[:half], own[half:]
         with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, first)
-        sums = KeyGradient(key, value, plan.pieces, job.ring) if key_grad else None
+        if exchange is not None:
+            exchange.finish()
         with part("gather_backward[gathered]"):
-            gathered = keys.wait()
-            for tile in rest:
-                for share in block(*gathered, (tile,)):
-                    if sums is not None:
-                        sums.add(share)
-        del gathered, keys
+            of_others = block(*keys.wait(), rest)
+            keys.release()
+        del keys
         if sums is not None:
-            sums.start()
+            sums.start(of_others)
+        del of_others
         with part("gather_backward[home]"):
             shares += block(key, value, second)
         dk, dv = sums.finish(shares) if sums is not None else (None, None)
         dq = query_grad.finish()
         if self.mirrored:
-            (dq,) = to_natural(job.ring, dq)
+            (dq,) = to_natural(job.ring, dq).finish()
         return dq, dk, dv, grad_mask
 
 
-class Plan(NamedTuple):
-    """What a rank computes: with its own keys, and with all of them as gathered; and in how many
-    pieces, last one first, each rank's keys are gathered."""
-
-    own: tuple[Tile, ...]
-    rest: tuple[Tile, ...]
-    pieces: int
-
-
 @functools.lru_cache(maxsize=256)
-def plan_of(geometry: Geometry, rank: int) -> Plan:
-    """The tiles of a rank, those that its own keys suffice for apart."""
-    world_size = geometry.world_size
-    length = geometry.key_length(0)
-    queries = geometry.query_spans[rank]
-    if not geometry.causal:
-        spans = sum(geometry.key_spans, ())
-        (whole,) = tiles(queries, spans, False, 0) or (None,)
-        if whole is None:
-            return Plan((), (), 1)
-        own = _of_keys(whole, spans, rank * length, length)
-        before = _of_keys(whole, spans, 0, rank * length)
-        after = _of_keys(whole, spans, (rank + 1) * length, (world_size - 1 - rank) * length)
-        return Plan(
-            (own._replace(key_start=0),),
-            tuple(tile for tile in (before, after) if tile.key_length),
-            1,
-        )
-    pieces = _pieces(geometry)
-    size = length // pieces
-    spans = [
-        part
-        for piece in reversed(range(pieces))
-        for keys in geometry.key_spans
-        for part in cut(keys, piece * size, size)
-    ]
-    own, rest = [], []
-    for tile in tiles(queries, _joined(spans), True, 0):
-        for piece in range(pieces):
-            begin = ((pieces - 1 - piece) * world_size + rank) * size
-            if begin <= tile.key_start and tile.key_start + tile.key_length <= begin + size:
-                own.append(tile._replace(key_start=tile.key_start - begin + piece * size))
-                break
-        else:
-            rest.append(tile)
-    return Plan(tuple(own), tuple(rest), pieces)
+def _mirrored(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
+    queries = pair_spans(query_length, math.prod(ring_shape))
+    return Geometry(queries, chunk_spans(key_length, ring_shape), causal)
 
 
-def _of_keys(tile: Tile, spans: tuple[Span, ...], start: int, length: int) -> Tile:
-    """A tile of all keys cut to a range of them."""
-    return tile._replace(
-        key_start=start, key_length=length, key_place=start, key_spans=cut(spans, start, length)
+def _for_home(exchange: Exchange, own: tuple[Tile, ...]) -> list[Tensor]:
+    """What is on its way from the mirror rank: whole, unless what stayed is all that is needed
+    for the tiles at home."""
+    kept = exchange.kept
+    stays = all(
+        kept.start <= tile.query_start and tile.query_start + tile.query_length <= kept.stop
+        for tile in own
     )
+    return exchange.tensors if stays else exchange.finish()
 
 
-def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """The same positions in the same order, in as few spans as there can be."""
-    joined: list[Span] = []
-    for span in spans:
-        if joined and sum(joined[-1]) == span.position:
-            joined[-1] = Span(joined[-1].position, joined[-1].length + span.length)
-        else:
-            joined.append(span)
-    return tuple(joined)
+def _halved(own: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """A single tile without a diagonal as two, one for each half of its rows."""
+    if len(own) != 1 or own[0].causal or own[0].query_length < 2:
+        return own
+    (tile,) = own
+    half = tile.query_length // 2
+    return tuple(
+        tile._replace(
+            query_start=tile.query_start + start,
+            query_length=length,
+            query_spans=cut(tile.query_spans, start, length),
+        )
+        for start, length in ((0, half), (half, tile.query_length - half))
+    )
 
 
 def _are_halves(own: tuple[Tile, ...], query: Tensor, key: Tensor) -> bool:

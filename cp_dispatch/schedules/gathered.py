@@ -1,48 +1,43 @@
-"""Buffers of the keys of all ranks, and of their gradients."""
+"""Keys and values of all ranks in one buffer, in the order that :mod:`gather_plan` describes."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 
-import torch
 from torch import Tensor
 
-from cp_dispatch.backends import wide_dtype
-from cp_dispatch.merge import token_major
+from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.gradients import KeyShare
+from cp_dispatch.schedules.gather_plan import plan_of, slots_of
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 
 
-class _Rows:
-    """Rows of key and value side by side, ``(pieces, ranks, positions, B, Hkv, D + Dv)``: the
-    positions first, so that pieces of several ranks are one sequence of keys for any batch."""
-
-    def __init__(self, key: Tensor, value: Tensor, pieces: int):
-        self.batch, self.heads, length, self.dim = key.shape
-        self.value_dim = value.size(-1)
-        self.pieces, self.size = pieces, length // pieces
-
-    def empty(self, like: Tensor, ranks: int, dtype: torch.dtype) -> Tensor:
-        row = self.batch, self.heads, self.dim + self.value_dim
-        return like.new_empty((self.pieces, ranks, self.size, *row), dtype=dtype)
-
-    def views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value ``(B, Hkv, all positions of the buffer, D)``."""
-        rows = buffer.flatten(0, 2).permute(1, 2, 0, 3)
-        return rows[..., : self.dim], rows[..., self.dim :]
+def gathered_keys(
+    key: Tensor, value: Tensor, geometry: Geometry, ring: Ring
+) -> GatheredKeys | PushedKeys:
+    """The keys of all ranks, on their way once the result's ``coming()`` is entered."""
+    box = ring.mailbox("keys", _room_bytes(key, value, ring.world_size))
+    if box is None:
+        return GatheredKeys(key, value, plan_of(geometry, ring.rank).pieces, ring)
+    return PushedKeys(key, value, geometry, ring, box)
 
 
 class GatheredKeys:
-    """Keys and values of all ranks: pieces of the last kind of every rank, then of the one
-    before, and so on."""
+    """Keys and values of all ranks by an all-gather of each piece.
+
+    Rows of key and value lie side by side, ``(pieces, ranks, positions, B, Hkv, D + Dv)``: the
+    positions first, so that pieces of several ranks are one sequence of keys for any batch.
+    """
 
     def __init__(self, key: Tensor, value: Tensor, pieces: int, ring: Ring):
-        self._tensors, self._ring = (key, value), ring
-        self._rows = _Rows(key, value, pieces)
+        self._tensors, self._ring, self._pieces = (key, value), ring, pieces
+        batch, heads, length, self._dim = key.shape
+        row = length // pieces, batch, heads, self._dim + value.size(-1)
         # The current stream's memory, also when a side stream fills it: the current stream has
         # waited before it is given back.
-        self._send = self._rows.empty(key, 1, key.dtype)  # the pieces in their own order
-        self._all = self._rows.empty(key, ring.world_size, key.dtype)
+        self._send = key.new_empty((pieces, 1, *row))  # the pieces in their own order
+        self._all = key.new_empty((pieces, ring.world_size, *row))
 
     @contextlib.contextmanager
     def coming(self):
@@ -61,95 +56,103 @@ class GatheredKeys:
             self._start()
 
     def _start(self) -> None:
-        for view, tensor in zip(self._rows.views(self._send), self._tensors, strict=True):
+        for view, tensor in zip(self._views(self._send), self._tensors, strict=True):
             view.copy_(tensor)
-        last = self._rows.pieces - 1
+        last = self._pieces - 1
         self._works = [
             self._ring.start_all_gather(
                 self._send[last - region].flatten(), self._all[region].flatten()
             )
-            for region in range(self._rows.pieces)
+            for region in range(self._pieces)
         ]
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Key and value views of all positions, ``(B, Hkv, S, D)``, once they are there."""
         for work in self._works:
             work.wait()
-        return self._rows.views(self._all)
+        return self._views(self._all)
+
+    def release(self) -> None:
+        """Nothing reads them any more."""
+        self._all = self._send = None
+
+    def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        rows = buffer.flatten(0, 2).permute(1, 2, 0, 3)
+        return rows[..., : self._dim], rows[..., self._dim :]
 
 
-class KeyGradient:
-    """dK and dV of all keys, in float32 for 16-bit inputs; summed over the ranks, each rank gets
-    those of its own keys."""
+class PushedKeys:
+    """Keys and values of all ranks, each put by its owner where others need it.
 
-    def __init__(self, key: Tensor, value: Tensor, pieces: int, ring: Ring):
-        self._key, self._value, self._ring = key, value, ring
-        self._rows = _Rows(key, value, pieces)
-        self._wide = wide_dtype(key.dtype)
-        self._all = self._rows.empty(key, ring.world_size, self._wide)
-        self._views = self._rows.views(self._all)
-        self._written: list[tuple[int, int]] = []  # ranges of positions, ascending
+    The room has the keys ``(B, pieces * ranks * positions, Hkv, D)`` and the values after them. A
+    piece that a rank does not see is not sent there, and its place is left as it was.
+    """
 
-    def add(self, share: KeyShare) -> None:
-        """Add a tile's share, which says where it belongs among all positions."""
-        start, stop = share.start, share.start + share.dk.size(2)
-        for begin, end, written in self._ranges(start, stop):
-            for total, part in zip(self._views, (share.dk, share.dv), strict=True):
-                window = total[:, :, begin:end]
-                part = part[:, :, begin - start : end - start]
-                window.add_(part) if written else window.copy_(part)
-        self._written = _union(self._written, (start, stop))
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+        self._tensors, self._box = (key, value), box
+        place = geometry, key.shape, value.shape, key.dtype
+        rooms = box.views.get(place)
+        if rooms is None:
+            box.forget_many()
+            rooms = box.views[place] = _Rooms(key, value, geometry, ring, box)
+        self._rooms = rooms
 
-    def start(self) -> None:
-        """Start the sum over the ranks."""
-        for begin, end, written in self._ranges(0, self._views[0].size(2)):
-            if not written:
-                for total in self._views:
-                    total[:, :, begin:end].zero_()
-        pieces = self._rows.pieces
-        self._own = self._rows.empty(self._key, 1, self._wide)  # the pieces in their own order
-        self._works = [
-            self._ring.start_reduce_scatter(
-                self._all[region].flatten(), self._own[pieces - 1 - region].flatten()
-            )
-            for region in range(pieces)
+    @contextlib.contextmanager
+    def coming(self):
+        """As :meth:`GatheredKeys.coming`."""
+        rooms = self._rooms
+        pieces = [
+            piece for x in rows_for(self._tensors) for piece in x.tensor_split(rooms.pieces, dim=1)
         ]
+        self._box.open()
+        yield
+        sources = [pieces[index] for index in rooms.sources]
+        self._box.push(rooms.targets, sources, ready_at_open=True)
 
-    def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's own keys, with the shares of what it computed at home, in
-        their dtype, token-major."""
-        for work in self._works:
-            work.wait()
-        self._all = self._views = None
-        views = self._rows.views(self._own)
-        for share in shares:
-            for total, part in zip(views, (share.dk, share.dv), strict=True):
-                total[:, :, share.start : share.start + part.size(2)].add_(part)
-        return tuple(
-            token_major(*like.shape, like=like).copy_(total)
-            for total, like in zip(views, (self._key, self._value), strict=True)
-        )
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """As :meth:`GatheredKeys.wait`."""
+        self._box.wait()
+        return self._rooms.own
 
-    def _ranges(self, start: int, stop: int):
-        """``(begin, end, written)`` of the parts of ``[start, stop)``."""
-        at = start
-        for begin, end in self._written:
-            begin, end = max(begin, at), min(end, stop)
-            if begin >= end:
-                continue
-            if at < begin:
-                yield at, begin, False
-            yield begin, end, True
-            at = end
-        if at < stop:
-            yield at, stop, False
+    def release(self) -> None:
+        """As :meth:`GatheredKeys.release`."""
+        self._box.release()
 
 
-def _union(ranges: list[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted([*ranges, new]):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
+class _Rooms:
+    """Where keys and values go: ``targets``, from the pieces ``sources`` of first the key and
+    then the value; ``own`` are the views of what comes, ``(B, Hkv, S, D)``."""
+
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+        self.pieces = plan_of(geometry, ring.rank).pieces
+        size = key.size(2) // self.pieces
+        self.targets, self.sources = [], []
+        for step in range(ring.world_size):
+            # No two ranks push to one at a time; the nearest first, oneself last.
+            peer = (ring.rank + 1 + step) % ring.world_size
+            views = _room_views(key, value, ring.world_size, box, peer)
+            for piece in slots_of(geometry, peer, ring.rank):
+                slot = ((self.pieces - 1 - piece) * ring.world_size + ring.rank) * size
+                for index, view in enumerate(views):
+                    self.targets.append(view[:, slot : slot + size])
+                    self.sources.append(index * self.pieces + piece)
+        own = _room_views(key, value, ring.world_size, box, ring.rank)
+        self.own = tuple(view.transpose(1, 2) for view in own)
+
+
+def _room_views(key: Tensor, value: Tensor, world_size: int, box: Mailbox, rank: int):
+    views, offset = [], 0
+    for tensor in (key, value):
+        batch, heads, length, dim = tensor.shape
+        shape = batch, world_size * length, heads, dim
+        views.append(box.at(rank, offset, math.prod(shape), tensor.dtype).view(shape))
+        offset += _aligned(world_size * tensor.nbytes)
+    return views
+
+
+def _room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:
+    return sum(_aligned(world_size * x.nbytes) for x in (key, value))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256

@@ -29,7 +29,7 @@ class KeyShare(NamedTuple):
     row: int | None
 
 
-def _window(total: Tensor, start: int, share: Tensor, row: int | None) -> Tensor:
+def window_of(total: Tensor, start: int, share: Tensor, row: int | None) -> Tensor:
     """The part of ``total`` that a share of the rows from ``start`` on belongs to."""
     rows = slice(start, start + share.size(2))
     return total[:, :, rows] if row is None else total[row : row + 1, :, rows]
@@ -39,14 +39,21 @@ class TravellingGradient:
     """dK and dV of the keys at hand: received, added to, passed on.
 
     Holds two buffers of one key/value shard each, in float32 for 16-bit inputs too. Only the
-    last move, home, carries the inputs' dtype: nothing is added after it. Without a ring the sum
-    stays where it is.
+    last move, home, carries ``dtype``, the inputs' or a wide one: nothing is added after it.
+    Without a ring the sum stays where it is.
     """
 
     def __init__(
-        self, key: Tensor, value: Tensor, geometry: Geometry, rank: int, ring: Ring | None
+        self,
+        key: Tensor,
+        value: Tensor,
+        geometry: Geometry,
+        rank: int,
+        ring: Ring | None,
+        dtype: torch.dtype | None = None,
     ):
         self._key, self._value = key, value
+        self._dtype = dtype or key.dtype
         self._geometry = geometry
         self._rank = rank
         self._ring = ring
@@ -73,7 +80,7 @@ class TravellingGradient:
                 begins = False
             else:
                 for total, part in ((dk, share.dk), (dv, share.dv)):
-                    _window(total, share.start, part, share.row).add_(part)
+                    window_of(total, share.start, part, share.row).add_(part)
 
     def pass_on(self) -> None:
         """Start sending the sum to the next rank, while that of the next keys comes."""
@@ -82,9 +89,9 @@ class TravellingGradient:
         world_size = self._geometry.world_size
         send = self._buffer()[: self._pair.numel(self._length(self._rank))]
         receive = self._buffer(1)[: self._pair.numel(self._length((self._rank - 1) % world_size))]
-        if self._hop == world_size - 1 and self._key.dtype is not self._pair.dtype:
+        if self._hop == world_size - 1 and self._dtype is not self._pair.dtype:
             # The free buffer, seen in the narrow dtype, has room for what comes and what goes.
-            free = self._buffer(1).view(self._key.dtype)
+            free = self._buffer(1).view(self._dtype)
             receive, narrow = (
                 free[: receive.numel()],
                 free[free.numel() - send.numel() :],
@@ -99,14 +106,14 @@ class TravellingGradient:
         return self._pair.views(self._buffer(), self._length(self._rank))
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's own keys, in their dtype, token-major."""
+        """dK and dV of this rank's own keys, in ``dtype``, token-major."""
         buffer = self._buffer()
         if self._ring is not None:
             self._work.wait()
-            buffer = buffer.view(self._key.dtype)
+            buffer = buffer.view(self._dtype)
         views = self._pair.views(buffer, self._length(self._rank))
         return tuple(
-            token_major(*like.shape, like=like).copy_(grad)
+            token_major(*like.shape, like=like, dtype=self._dtype).copy_(grad)
             for like, grad in zip((self._key, self._value), views, strict=True)
         )
 

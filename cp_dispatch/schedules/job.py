@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cp_dispatch.backends import Backend
@@ -27,6 +28,8 @@ class Job:
         keys_in_place: the mask's keys stand as the shards do, one after the other.
         batch_start: this rank's first row of the batch.
         dropout: None, or whose coins fall how.
+        key_grad_dtype: of dK and dV, None for the keys' dtype. Wide where they are yet to be added
+            to those of other ranks.
     """
 
     backend: Backend
@@ -38,6 +41,7 @@ class Job:
     keys_in_place: bool = False
     batch_start: int = 0
     dropout: Dropout | None = None
+    key_grad_dtype: torch.dtype | None = None
 
     @property
     def rank(self) -> int:

@@ -18,6 +18,7 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.mailbox import rows_for
 
 
 def fits(query_length: int, key_length: int, world_size: int) -> bool:
@@ -34,53 +35,84 @@ def pair_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
     )
 
 
-def to_pairs(ring: Ring, *tensors: Tensor) -> list[Tensor]:
+class Exchange:
+    """Halves of tensors ``(B, H, S, D)`` on their way to the mirror rank and from it.
+
+    ``tensors`` are those to be; until :meth:`finish` they have only the half that stayed, rows
+    ``kept`` of each.
+    """
+
+    def __init__(self, ring: Ring, tensors: tuple[Tensor, ...], give: int, keep_at: int):
+        self._ring, self._keep_at, self._peer = ring, keep_at, _mirror(ring)
+        halves = [x.tensor_split(2, dim=2) for x in tensors]
+        given = [half[give] for half in halves]
+        box = ring.mailbox("halves", _message_bytes(given))
+        length = tensors[0].size(2)
+        self.kept = slice(0, length)
+        self.tensors, self._work = list(tensors), None
+        if self._peer == ring.rank:  # its own pieces are a pair
+            if box is None:
+                nothing = tensors[0].new_empty(0)
+                ring.exchange(ring.rank, nothing, nothing).wait()
+            return
+        self.kept = slice(keep_at * (length // 2), (keep_at + 1) * (length // 2))
+        self._box = box
+        if box is None:
+            send, received = (given[0].new_empty(_message_bytes(given), dtype=torch.uint8)
+                              for _ in range(2))  # fmt: skip
+            for view, half in zip(_views(send, given), given, strict=True):
+                view.copy_(half)
+            self._work = ring.exchange(self._peer, send, received)
+        else:
+            targets = _views(box.at(self._peer, 0, _message_bytes(given), torch.uint8), given)
+            box.open([self._peer])
+            box.push([x.transpose(1, 2) for x in targets], rows_for(given), [self._peer])
+            received = box.at(ring.rank, 0, _message_bytes(given), torch.uint8)
+            self._work = box
+        self._received = _views(received, given)
+        self.tensors = [token_major(*x.shape, like=x) for x in tensors]
+        for result, half in zip(self.tensors, halves, strict=True):
+            result.tensor_split(2, dim=2)[keep_at].copy_(half[1 - give])
+
+    def finish(self) -> list[Tensor]:
+        """The tensors, once they are whole."""
+        if self._work is not None:
+            self._work.wait()
+            for result, view in zip(self.tensors, self._received, strict=True):
+                result.tensor_split(2, dim=2)[1 - self._keep_at].copy_(view)
+            if self._box is not None:
+                self._box.release()
+            self._work = self._received = None
+        return self.tensors
+
+
+def to_pairs(ring: Ring, *tensors: Tensor) -> Exchange:
     """This rank's first half and its mirror's second one, in ascending order."""
-    return _exchanged(ring, tensors, give=1, keep_at=0 if ring.rank < _mirror(ring) else 1)
+    return Exchange(ring, tensors, give=1, keep_at=0 if ring.rank < _mirror(ring) else 1)
 
 
-def to_natural(ring: Ring, *tensors: Tensor) -> list[Tensor]:
+def to_natural(ring: Ring, *tensors: Tensor) -> Exchange:
     """The inverse of :func:`to_pairs`."""
-    return _exchanged(ring, tensors, give=1 if ring.rank < _mirror(ring) else 0, keep_at=0)
+    return Exchange(ring, tensors, give=1 if ring.rank < _mirror(ring) else 0, keep_at=0)
 
 
 def _mirror(ring: Ring) -> int:
     return ring.world_size - 1 - ring.rank
 
 
-def _exchanged(ring: Ring, tensors, give: int, keep_at: int) -> list[Tensor]:
-    """Each tensor ``(B, H, S, D)`` with half ``give`` sent to the mirror rank, the other half at
-    half ``keep_at`` and what the mirror sent at the other."""
-    if _mirror(ring) == ring.rank:  # its own pieces are a pair
-        ring.exchange(ring.rank, tensors[0].new_empty(0), tensors[0].new_empty(0)).wait()
-        return list(tensors)
-    halves = [x.tensor_split(2, dim=2) for x in tensors]
-    send, receive = (_Message([half[give] for half in halves]) for _ in range(2))
-    for view, half in zip(send.views, halves, strict=True):
-        view.copy_(half[give])
-    work = ring.exchange(_mirror(ring), send.buffer, receive.buffer)
-    results = [token_major(*x.shape, like=x) for x in tensors]
-    for result, half in zip(results, halves, strict=True):
-        result.tensor_split(2, dim=2)[keep_at].copy_(half[1 - give])
-    work.wait()
-    for result, view in zip(results, receive.views, strict=True):
-        result.tensor_split(2, dim=2)[1 - keep_at].copy_(view)
-    return results
+_ALIGNMENT = 16  # bytes, of each tensor in a message
 
 
-class _Message:
-    """Room for tensors of several dtypes in one buffer, each token-major."""
+def _message_bytes(like: list[Tensor]) -> int:
+    return sum(-(-x.numel() * x.itemsize // _ALIGNMENT) * _ALIGNMENT for x in like)
 
-    _ALIGNMENT = 16  # bytes
 
-    def __init__(self, like: list[Tensor]):
-        offsets, end = [], 0
-        for x in like:
-            offsets.append(end)
-            end += -(-x.numel() * x.itemsize // self._ALIGNMENT) * self._ALIGNMENT
-        self.buffer = like[0].new_empty(end, dtype=torch.uint8)
-        self.views = []
-        for x, offset in zip(like, offsets, strict=True):
-            batch, heads, length, dim = x.shape
-            part = self.buffer[offset : offset + x.numel() * x.itemsize].view(x.dtype)
-            self.views.append(part.view(batch, length, heads, dim).transpose(1, 2))
+def _views(message: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Tensors of several dtypes in one buffer, each token-major."""
+    views, offset = [], 0
+    for x in like:
+        batch, heads, length, dim = x.shape
+        part = message[offset : offset + x.numel() * x.itemsize].view(x.dtype)
+        views.append(part.view(batch, length, heads, dim).transpose(1, 2))
+        offset += _message_bytes([x])
+    return views

@@ -7,6 +7,7 @@ nothing beside the tensors in natural order that autograd has saved anyway.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from torch import Tensor
@@ -23,16 +24,21 @@ def geometry(
     query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
 ) -> Geometry:
     """Who computes with which positions. ``layout`` is None: the order is the natural one."""
-    spans = pair_spans(int(query_length), math.prod(ring_shape))
+    return _geometry(int(query_length), math.prod(ring_shape), causal)
+
+
+@functools.lru_cache(maxsize=256)
+def _geometry(length: int, world_size: int, causal: bool) -> Geometry:
+    spans = pair_spans(length, world_size)
     return Geometry(spans, spans, causal)
 
 
 def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`cp_dispatch.schedules.ring.forward`."""
-    query, key, value = to_pairs(job.ring, query, key, value)
+    query, key, value = to_pairs(job.ring, query, key, value).finish()
     output, logsumexp = ring.forward(job, query, key, value)
     del query, key, value
-    output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1))
+    output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1)).finish()
     return output, logsumexp.squeeze(-1).contiguous()
 
 
@@ -50,12 +56,12 @@ def backward(
     """As :func:`cp_dispatch.schedules.ring.backward`."""
     *tensors, logsumexp = to_pairs(
         job.ring, grad_output, query, key, value, output, logsumexp.unsqueeze(-1)
-    )
+    ).finish()
     logsumexp = logsumexp.squeeze(-1).contiguous()
     dq, dk, dv, grad_mask = ring.backward(job, *tensors, logsumexp, key_grad, mask_grad)
     del tensors, logsumexp
     if key_grad:
-        dq, dk, dv = to_natural(job.ring, dq, dk, dv)
+        dq, dk, dv = to_natural(job.ring, dq, dk, dv).finish()
     else:
-        (dq,) = to_natural(job.ring, dq)
+        (dq,) = to_natural(job.ring, dq).finish()
     return dq, dk, dv, grad_mask

@@ -30,6 +30,7 @@ from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
+from cp_dispatch.schedules.pushed_ring import PushedShards, ReturnedShares
 from cp_dispatch.schedules.ranges import each_hop
 
 geometry = laid_out
@@ -49,7 +50,7 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     dtype = job.backend.output_dtype(query.dtype)
     lse_dtype = job.backend.logsumexp_dtype(query.dtype)
     result = OutputAccumulator(query, value.size(-1), sum(hops, ()), dtype, lse_dtype)
-    keys = TravellingKeys(key, value, job)
+    keys = _keys(key, value, job)
     for tiles in each_hop("ring", hops):
         with keys.moving_on():
             forward_block(job, query, keys.key, keys.value, tiles, result)
@@ -74,10 +75,8 @@ def backward(
     hops = _hops(job, query)
     query_grad = QueryGradient(query, sum(hops, ()))
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
-    keys = TravellingKeys(key, value, job)
-    travelling = None
-    if key_grad:
-        travelling = TravellingGradient(key, value, job.geometry, job.rank, job.ring)
+    keys = _keys(key, value, job)
+    travelling = _key_gradient(key, value, job) if key_grad else None
     for tiles in each_hop("ring_backward", hops):
         with keys.moving_on():
             shares = backward_block(
@@ -96,6 +95,27 @@ def _hops(job: Job, query: Tensor) -> list[tuple[Tile, ...]]:
     """The tiles that this rank computes at each hop."""
     world_size = job.geometry.world_size
     return [job.tiles((job.rank - hop) % world_size, query) for hop in range(world_size)]
+
+
+def _keys(key: Tensor, value: Tensor, job: Job) -> TravellingKeys | PushedShards:
+    box = _box("ring keys", Pair(key, value), job)
+    return TravellingKeys(key, value, job) if box is None else PushedShards(key, value, job, box)
+
+
+def _key_gradient(key: Tensor, value: Tensor, job: Job) -> TravellingGradient | ReturnedShares:
+    dtype = job.backend.gradient_dtype(key.dtype)
+    box = _box("ring gradients", Pair(key, value, dtype), job)
+    if box is None:
+        return TravellingGradient(key, value, job.geometry, job.rank, job.ring, job.key_grad_dtype)
+    return ReturnedShares(key, value, job, box, dtype)
+
+
+def _box(name: str, pair: Pair, job: Job):
+    """Room for two shards."""
+    if job.ring is None:
+        return None
+    longest = max(map(job.geometry.key_length, range(job.geometry.world_size)))
+    return job.ring.mailbox(name, 2 * pair.numel(longest) * pair.dtype.itemsize)
 
 
 class TravellingKeys:

@@ -23,9 +23,8 @@ class Record:
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
-    #: What this rank gives to each of its gathers of keys and sums of their gradients.
+    #: What this rank gives to each of its gathers of keys.
     gathered: list[int] = field(default_factory=list)
-    scattered: list[int] = field(default_factory=list)
     #: What this rank gives to each of its all_reduces and gathers.
     bytes: list[int] = field(default_factory=list)
     live: int = 0
@@ -50,6 +49,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._local = threading.local()
+        exchange = Ring.exchange_all
         move, start, buffer = Ring._move, ProcessLocalGroup._start_coll, Pair.buffer
 
         def recorded_move(ring, send, to, receive, source):
@@ -57,6 +57,14 @@ class Recorder:
                 record.sent.append(send.nbytes)
                 record.received.append(receive.nbytes)
             return move(ring, send, to, receive, source)
+
+        def recorded_exchange(ring, send, sizes, receive, coming):
+            if record := self._current():
+                # What a rank keeps for itself does not travel.
+                own, back = sizes[ring.rank], coming[ring.rank]
+                record.sent.append(send.nbytes - own * send.itemsize)
+                record.received.append(receive.nbytes - back * receive.itemsize)
+            return exchange(ring, send, sizes, receive, coming)
 
         def recorded_start(collective, group):
             if record := self._current():
@@ -84,7 +92,6 @@ class Recorder:
             monkeypatch.setattr(Ring, name, call)
 
         recorded_start_of("start_all_gather", "gathered")
-        recorded_start_of("start_reduce_scatter", "scattered")
         recorded("all_gather")
         recorded("all_reduce")
 
@@ -96,6 +103,7 @@ class Recorder:
 
         assert ring.Pair is Pair
         monkeypatch.setattr(Ring, "_move", recorded_move)
+        monkeypatch.setattr(Ring, "exchange_all", recorded_exchange)
         monkeypatch.setattr(ProcessLocalGroup, "_start_coll", recorded_start)
         monkeypatch.setattr(Pair, "buffer", recorded_buffer)
 

@@ -9,6 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import HeadTail
+from cp_dispatch.schedules import head_costs
+from tests.distributed.calls import only
 from tests.distributed.recorder import Record, Recorder
 from tests.distributed.reference import Mask, Problem
 from tests.distributed.sharded import SEQUENCE, distribute, distributed_inputs
@@ -166,7 +168,7 @@ def test_mirrored_ring_exchanges_halves_before_and_after(recorder, world_size, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("order", ["full", "head-tail", "natural"])
-def test_gather_gathers_once_and_sums_once(recorder, order, world_size, dtype):
+def test_gather_gathers_once_and_sends_shares_once(recorder, order, world_size, dtype):
     """Keys go out once in each direction, in the pieces that the order needs."""
     length = 8 * world_size
     problem = Problem(heads=4, key_heads=2, length=length, causal=order != "full", dtype=dtype)
@@ -178,13 +180,75 @@ def test_gather_gathers_once_and_sums_once(recorder, order, world_size, dtype):
         there, back = plan.transfers(rank)
         assert plan.schedule == ("mirrored_gather" if order == "natural" else "gather")
         assert forward.gathered == backward.gathered == [own // pieces] * pieces
-        wide = shard_bytes(problem, 8, itemsize=4) * world_size // pieces
-        assert backward.scattered == [wide] * pieces
+        # About a reduce-scatter of the kernels' dtype; less where tiles cover few keys, and a half
+        # shard more where both halves of the rows see some.
+        shares = backward.sent[1 if order == "natural" else 0]
+        most = sum(forward.gathered) * (world_size - 1)
+        assert shares == most if order == "full" else 0 < shares <= 1.5 * most
         exchanged = [t.bytes for t in there if t.collective == "all_to_all"]
         assert forward.sent == exchanged and len(exchanged) == (2 if order == "natural" else 0)
         assert backward.sent == [t.bytes for t in back if t.collective == "all_to_all"]
         assert [t.bytes for t in there if t.collective == "all_gather"] == forward.gathered
-        assert [t.bytes for t in back if t.collective == "reduce_scatter"] == backward.scattered
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads, key_heads", [(8, 4), (4, 1)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ulysses_moves_heads_there_and_back(recorder, world_size, heads, key_heads, dtype):
+    """All but a rank's own share, once each way; key heads to each rank that needs them."""
+    problem = Problem(
+        heads=heads, key_heads=key_heads, length=8 * world_size, dim=16, causal=True, dtype=dtype
+    )
+    records = traffic(recorder, problem, world_size, schedule="ulysses")
+    others = world_size - 1
+    head = problem.batch * 8 * 16 * dtype.itemsize  # of one head of a shard
+    queries = heads // world_size * others * head
+    keys = 2 * max(1, key_heads // world_size) * others * head
+    # Four bytes for each row and head, a row's at multiples of 16.
+    own = heads // world_size
+    sums = problem.batch * 8 * others * -(-own * 4 // 16) * 16
+    for rank, (forward, backward, plan) in enumerate(records):
+        assert plan.schedule == "ulysses"
+        assert forward.sent == forward.received[:1] + forward.sent[1:]
+        assert forward.sent == [queries + keys, queries, sums]
+        assert backward.sent == [3 * queries + keys + sums, queries, keys]
+        assert forward.collectives == backward.collectives == ["AllToAllBase"] * 3
+        planned = [[transfer.bytes for transfer in part] for part in plan.transfers(rank)]
+        assert planned == [forward.sent, backward.sent]
+
+
+@pytest.mark.parametrize("fields", [
+    {"causal": True}, {"length": 61, "causal": True}, {"length": 5},
+    {"length": 7, "key_length": 48},
+    {"heads": 12, "key_heads": 3, "length": 61}, {"heads": 5, "dim": 7}, {"key_heads": 1},
+    {"heads": 8, "key_heads": 8, "causal": True, "dtype": torch.bfloat16},
+    {"key_heads": 1, "causal": True, "dtype": torch.bfloat16},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("schedule, kernel", [
+    ("ulysses", "cpu_flash"), ("hybrid:2", "cpu_flash"), ("ulysses", "math"), ("hybrid:2", "math"),
+])  # fmt: skip
+def test_plans_know_what_heads_cost(monkeypatch, recorder, fields, stages, schedule, kernel):
+    if stages > 1:
+        monkeypatch.setattr(head_costs, "_STAGE_BYTES", 1)
+    problem = Problem(**{"heads": 8, "key_heads": fields.get("heads", 4), "length": 64} | fields)
+    with only(kernel):
+        records = traffic(recorder, problem, 4, schedule=schedule)
+    for rank, (forward, backward, plan) in enumerate(records):
+        assert plan.schedule == schedule.split(":")[0], plan
+        planned = [[transfer.bytes for transfer in part] for part in plan.transfers(rank)]
+        assert planned[0] == forward.sent
+        # A ring across posts dK and dV before the keys of the next hop.
+        assert sorted(planned[1]) == sorted(backward.sent)
+        for record in (forward, backward):
+            assert record.collectives == ["AllToAllBase"] * len(record.sent)
+    assert len({len(record.sent) for record, _, _ in records}) == 1
+    for which in (0, 1):
+        sums = [
+            sum(sum(getattr(record[which], name)) for record in records)
+            for name in ("sent", "received")
+        ]
+        assert sums[0] == sums[1]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -250,8 +250,11 @@ def profiled(env: Env) -> None:
     inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
     compiled = compile_once(problem.attend, "aot_eager")
     parts = [f"[hop {hop + 1}/{size}]" for hop in range(size)]
-    for schedule, want in (("natural_ring", parts), ("gather", ["[home]", "[gathered]"])):
-        name = schedule.removeprefix("natural_")
+    for schedule, name, want in (
+        ("natural_ring", "ring", parts),
+        ("gather", "gather", ["[home]", "[gathered]"]),
+        ("ulysses", "heads", ["[stage 1/1]"]),
+    ):
         with cp_dispatch.enabled(schedule=schedule):
             for attend in (problem.attend, compiled):
                 attend(*inputs)
@@ -375,7 +378,7 @@ CASES = {
     ),
     **{
         f"schedule {name}": functools.partial(attention_alone, problem=CAUSAL, schedule=name)
-        for name in ("natural_ring", "mirrored_ring", "gather")
+        for name in ("natural_ring", "mirrored_ring", "gather", "ulysses", "hybrid")
     },
     "dynamic length, marked": functools.partial(dynamic_length, marked=True),
     "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
@@ -404,9 +407,9 @@ def head_tail(env: Env, schedule: str) -> None:
 
 CASES |= {
     f"head-tail, {schedule}": functools.partial(head_tail, schedule=schedule)
-    for schedule in ("ring", "gather")
+    for schedule in ("ring", "gather", "ulysses", "hybrid")
 }
-ON_4 = {"head-tail, gather"}
+ON_4 = {"head-tail, gather", "head-tail, hybrid", "schedule hybrid"}
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")

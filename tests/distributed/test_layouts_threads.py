@@ -58,12 +58,13 @@ def test_layouts_are_right(kind, length, world_size, kernel, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("kind", ["head-tail", "documents", "blocks"])
-def test_gather_is_right(kind, world_size, kernel, causal):
-    """Where shards are not alike it is a ring."""
+@pytest.mark.parametrize("kind", ["head-tail", "documents", "documents of each row", "blocks"])
+@pytest.mark.parametrize("schedule", ["gather", "ulysses", "hybrid"])
+def test_other_schedules_are_right(schedule, kind, world_size, kernel, causal):
+    """Where shards are not alike, or heads too few, it is a ring."""
     problem = Problem(batch=2, heads=4, key_heads=2, length=96, dim=16, causal=causal)
     balancer = balancers(96, world_size, 2)[kind]
-    judge(problem, balancer, world_size, kernel, schedule="gather")
+    judge(problem, balancer, world_size, kernel, schedule=schedule)
 
 
 @pytest.mark.parametrize("mask", [
@@ -126,7 +127,7 @@ def test_dropout_goes_by_true_positions(monkeypatch):
     """The coins are those of natural order."""
     # Ranks in threads share a generator; processes draw one seed because each has its own.
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(1234))
-    problem = Problem(length=48, dim=8, causal=True, dtype=torch.float64)
+    problem = Problem(heads=4, length=48, dim=8, causal=True, dtype=torch.float64)
     query, key, value, _ = problem.tensors()
 
     def attend(mesh, order, **options):
@@ -144,7 +145,7 @@ def test_dropout_goes_by_true_positions(monkeypatch):
         natural = attend(mesh, torch.arange(48), schedule="natural_ring")
         laid_out = attend(mesh, balancer.indices[0], layout=balancer)
         torch.testing.assert_close(laid_out.index_select(2, balancer.inverse[0]), natural)
-        for schedule in ("mirrored_ring", "gather"):
+        for schedule in ("mirrored_ring", "gather", "ulysses"):
             other = attend(mesh, torch.arange(48), schedule=schedule)
             torch.testing.assert_close(other, natural)
         gathered = attend(mesh, balancer.indices[0], schedule="gather", layout=balancer)

@@ -13,6 +13,7 @@ import torch
 from cp_dispatch import extension, rows
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import merge_eager, merge_partials, token_major
+from cp_dispatch.parts import sum_parts, sum_parts_eager
 from cp_dispatch.permute import (
     inverse_permutation,
     pack_sequence,
@@ -33,7 +34,8 @@ DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch
 
 
 def test_kernels_are_loaded():
-    for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials"):
+    for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials",
+               "sum_parts", "raise_flags", "push_slabs", "join_streams"):  # fmt: skip
         assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
 
 
@@ -316,3 +318,83 @@ def test_large_more_than_two_billion_elements():
     (out,) = permute_sequence([odd.mT], index, 2, checked=True)
     assert (out[..., 0] == 7).all() and (out[..., -4] == 5).all()
     assert out.sum(dtype=torch.int64) == 12 * 130
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dim", [128, 64, 24, 7])
+@pytest.mark.parametrize("count", [1, 2, 7, 48])
+def test_sum_parts(count, dim, dtype):
+    shape = 2, 3, 37, dim
+    sources = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
+    sources[0] = sources[0].transpose(1, 2).contiguous().transpose(1, 2)
+    # A part of a larger tensor, its rows from the middle.
+    larger = torch.randn(2, 50, 3, dim, device="cuda").to(dtype)
+    sources[-1] = larger.transpose(1, 2)[:, :, 5:42]
+    out, twin = (token_major(*shape, like=sources[0]) for _ in range(2))
+    sum_parts(sources, out)
+    sum_parts_eager(sources, twin)
+    assert torch.equal(out, twin)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_sum_of_wide_parts(narrow):
+    sources = [torch.randn(2, 3, 33, 128, device="cuda") for _ in range(4)]
+    out, twin = (torch.empty_like(sources[0], dtype=narrow) for _ in range(2))
+    sum_parts(sources, out)
+    sum_parts_eager(sources, twin)
+    assert torch.equal(out, twin)
+
+
+def addresses(flags):
+    return [flags.data_ptr() + 4 * i for i in range(flags.numel())]
+
+
+def push(targets, sources, stream, take=(), give=(), last=()):
+    here = targets[0] if targets else torch.empty(1, device="cuda")
+    torch.ops.cp_dispatch.push_slabs(
+        targets, sources, here, take, give, last, stream.cuda_stream, True
+    )
+
+
+def test_push_slabs():
+    source = torch.randn(3, 40, 2, 16, device="cuda")
+    target = torch.zeros(3, 90, 2, 16, device="cuda")
+    stream = torch.cuda.Stream()
+    push([target[:, 20:30], target[:1, :5]], [source[:, 30:], source[2:, :5]], stream)
+    torch.ops.cp_dispatch.join_streams(target, stream.cuda_stream, False)
+    expected = torch.zeros_like(target)
+    expected[:, 20:30], expected[:1, :5] = source[:, 30:], source[2:, :5]
+    assert torch.equal(target, expected)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        push([target[:, :, :1]], [target[:, :, :1]], stream)
+    with pytest.raises(RuntimeError, match="sizes differ"):
+        push([target], [source], stream)
+
+
+def test_flags_order_streams():
+    """A stream that takes a flag waits until another has raised it, and puts it back."""
+    flags = torch.zeros(100, dtype=torch.int32, device="cuda")
+    x, seen = (torch.zeros(1, 2**20, device="cuda") for _ in range(2))
+    waiting, raising, current = (torch.cuda.Stream() for _ in range(3))
+    for step in range(1, 4):
+        torch.cuda.synchronize()
+        push([seen], [x], waiting, take=addresses(flags))
+        with torch.cuda.stream(current):
+            torch.cuda._sleep(10_000_000)
+            x.fill_(step)
+            torch.ops.cp_dispatch.raise_flags(x, addresses(flags), raising.cuda_stream)
+        torch.cuda.synchronize()
+        assert bool((seen == step).all()) and not bool(flags.any())
+
+
+def test_streams_join():
+    x, side = torch.zeros(1, 2**20, device="cuda"), torch.cuda.Stream()
+    torch.cuda._sleep(10_000_000)
+    x.fill_(1)
+    torch.ops.cp_dispatch.join_streams(x, side.cuda_stream, True)
+    with torch.cuda.stream(side):
+        x.mul_(3)
+        torch.cuda._sleep(10_000_000)
+        x.add_(1)
+    torch.ops.cp_dispatch.join_streams(x, side.cuda_stream, False)
+    assert bool((x * 2 == 8).all())

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch.schedules import mailbox
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
@@ -86,6 +87,27 @@ def large_enough_to_pay(env: Env, tokens: int, schedule: str, key_heads: int = 4
     assert error < 2 * torch.finfo(BF16).eps, error
 
 
+def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: bool) -> None:
+    """The ranks of one host reach each other's memory, and NCCL gives the same."""
+    problem = Problem(batch=2, heads=8, key_heads=2, length=1024, dim=64, causal=causal, dtype=BF16)
+    tensors = problem.tensors(env.device)
+    results = []
+    for wanted in ("1", "0"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CP_DISPATCH_COPY_ENGINES", wanted)
+            patch.setattr(mailbox, "_reachable", {})
+            with cp_dispatch.enabled(schedule=schedule):
+                for _ in range(3):  # rooms are used again
+                    got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
+            ((_, reached),) = mailbox._reachable.values()
+            assert reached == (wanted == "1")
+        judge(problem, env.device, kernel, got)
+        results.append(got)
+    assert mailbox.held_bytes() > 0
+    # Backward kernels add in no fixed order.
+    assert torch.equal(*(got[0] for got in results))
+
+
 CASES = {
     "balanced by itself, short": functools.partial(
         large_enough_to_pay, tokens=4096, schedule="mirrored_gather"
@@ -95,6 +117,16 @@ CASES = {
     ),
 }
 for _kernel in KERNELS:
+    for _schedule in ("gather", "mirrored_ring"):
+        for _causal in (True, False) if _schedule == "gather" else (True,):
+            CASES[f"{_kernel} {_schedule} by copy engines and NCCL causal={_causal}"] = (
+                functools.partial(
+                    with_and_without_copy_engines,
+                    schedule=_schedule,
+                    kernel=_kernel,
+                    causal=_causal,
+                )
+            )
     for _kind in ("head-tail", "documents", "documents of each row", "blocks"):
         for _length in (512, 1000) if _kind == "head-tail" else (512,):
             for _causal in (True, False):

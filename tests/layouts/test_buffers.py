@@ -236,9 +236,12 @@ def test_refuses_other_kinds():
         with pytest.raises(ContextParallelError, match="DTensor with placements .*full_tensor"):
             x = distribute_tensor(torch.ones(8), mesh, [Replicate()], src_data_rank=None)
             cp_dispatch.shard(mesh, x, 0)
-        with pytest.raises(ContextParallelError, match="BlockMask: .* not yet supported"):
-            mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device="cpu")
-            cp_dispatch.shard(mesh, {"mask": mask}, 0)
+        mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device="cpu")
+        with pytest.raises(ContextParallelError, match="does not come from shard"):
+            cp_dispatch.unshard(mesh, {"mask": mask}, 0)
+        own = cp_dispatch.shard(mesh, {"mask": mask}, 0)["mask"]
+        with pytest.raises(ContextParallelError, match="is it a rank's own already"):
+            cp_dispatch.shard(mesh, own, 0)
         with pytest.raises(ContextParallelError, match="must be a DeviceMesh, got NoneType"):
             cp_dispatch.shard(None, torch.ones(8), 0)
     with fake_ranks(2, 2, names=("dp", "cp")) as mesh:

@@ -1,0 +1,314 @@
+"""``python -m cp_dispatch calibrate``: measure the constants of a kind of GPU.
+
+    torchrun --nproc-per-node 4 -m cp_dispatch calibrate
+
+Runs on all GPUs of one host, takes a few minutes, and writes ``cp_dispatch/costs/<kind>.json``.
+Each number is the median of rounds on the slowest rank, by CUDA events (on CPU by the host's
+clock).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import sdpa_kernel
+
+from cp_dispatch.backends import BACKENDS
+from cp_dispatch.costs.constants import FOLDER, KERNELS, Constants, Curve, kind_of
+from cp_dispatch.layouts import HeadTail
+from cp_dispatch.merge import merge_partials
+from cp_dispatch.rows import copy_rows
+from cp_dispatch.schedules.comm import Ring
+
+DTYPE = torch.bfloat16
+HEADS, KEY_HEADS = 32, 8
+#: What is measured; "quick" is for tests.
+LENGTHS = {False: (256, 512, 1024, 2048, 4096, 8192, 16384, 32768), True: (64, 128)}
+SIZES = {False: tuple(2**n for n in range(14, 30, 2)), True: (2**12, 2**14)}
+DIMS = {False: (64, 128), True: (16,)}
+TOKENS = 64  # a rank's, where next to nothing is computed
+
+
+class Clock:
+    """Times steps on all ranks at once."""
+
+    def __init__(self, device: torch.device, rounds: int):
+        self.device, self._rounds = device, rounds
+        self._cuda = device.type == "cuda"
+
+    def __call__(self, step: Callable[[], object], steps: int = 1) -> float:
+        """Seconds of one of ``steps`` back to back: the median of rounds, the slowest rank."""
+        step(), step()
+        times = []
+        for _ in range(self._rounds):
+            if self._cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+            if self._cuda:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+            for _ in range(steps):
+                step()
+            if self._cuda:
+                end.record()
+                end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3 if self._cuda else time.perf_counter() - begin
+            times.append(seconds / steps)
+        slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+
+def measure(device: torch.device, quick: bool = False, say=lambda words: None) -> Constants:
+    """The constants of the GPUs of all ranks, of one kind and on one host. Collective."""
+    clock = Clock(device, 2 if quick else 7)
+    ring = Ring.of(dist.group.WORLD, device)
+    backends = [b for b in BACKENDS.values() if device.type in b.devices and b.name != "math"]
+    found = {}
+    for backend in backends:
+        say(f"kernels of {backend.name}")
+        found[backend.name] = {
+            dim: dict(_kernels(backend, dim, LENGTHS[quick], clock)) for dim in DIMS[quick]
+        }
+    say("moves")
+    moves = dict(_moves(ring, SIZES[quick], clock))
+    say("copies, merges, kernels beside collectives, calls with next to no work")
+    return Constants(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        about={
+            "torch": torch.__version__, "cuda": torch.version.cuda,
+            "date": datetime.date.today().isoformat(), "ranks": ring.world_size,
+        },
+        kernels=found,
+        moves=moves,
+        copy=Curve(_copies(SIZES[quick], clock)),
+        merge=Curve(_merges(SIZES[quick], clock)),
+        floors=_floors(ring.world_size, backends[0], clock, quick),
+        slowdown=_slowdown(ring, backends[0], clock),
+    )  # fmt: skip
+
+
+def _tensor(device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device, dtype=DTYPE)
+
+
+def _inputs(device, length: int, dim: int) -> list[torch.Tensor]:
+    """query, key, value, grad_output, token-major."""
+    heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    return [_tensor(device, 1, length, h, dim).transpose(1, 2) for h in heads]
+
+
+def _kernels(backend, dim: int, lengths, clock: Clock) -> Iterable[tuple[str, Curve]]:
+    for name in KERNELS:
+        points, causal = [], name.endswith("causal")
+        for length in lengths:
+            query, key, value, grad = _inputs(clock.device, length, dim)
+            call = query, key, value
+            flops = 4 * HEADS * length**2 * dim * (0.5 if causal else 1)
+            if name.startswith("forward"):
+
+                def step(call=call, causal=causal):
+                    return backend.forward(*call, None, causal, dim**-0.5)
+
+            else:
+                out, lse = backend.forward(*call, None, causal, dim**-0.5)
+                flops *= 2.5
+
+                def step(call=(grad, *call, out, lse), causal=causal):
+                    return backend.backward(*call, None, causal, dim**-0.5)
+
+            points.append((flops, clock(step, 4)))
+        yield name, Curve(points)
+
+
+def _moves(ring: Ring, sizes, clock: Clock) -> Iterable[tuple[str, Curve]]:
+    """Seconds over bytes that reach a rank from the others."""
+    ranks = ring.world_size
+    others = ranks - 1
+
+    def buffers(sent: int, received: int):
+        return (torch.zeros(n, dtype=torch.uint8, device=clock.device) for n in (sent, received))
+
+    def curve(prepare) -> Curve:
+        return Curve([(size, clock(prepare(size))) for size in sizes])
+
+    def all_gather(size):
+        own = -(-size // others)
+        send, receive = buffers(own, own * ranks)
+        return lambda: ring.start_all_gather(send, receive).wait()
+
+    def all_to_all(size):
+        own = -(-size // others)
+        send, receive = buffers(own * ranks, own * ranks)
+        counts = [own] * ranks
+        return lambda: ring.exchange_all(send, counts, receive, counts).wait()
+
+    def shift(size):
+        send, receive = buffers(size, size)
+        return lambda: ring.shift(send, receive).wait()
+
+    yield from ((f.__name__, curve(f)) for f in (all_gather, all_to_all, shift))
+    largest = max(sizes)
+    box = ring.mailbox("calibration", ranks * -(-largest // others))
+    if box is None:
+        return
+
+    def push(size):
+        own = -(-size // others)
+        source, _ = buffers(own, 0)
+        peers = [(ring.rank + 1 + step) % ranks for step in range(others)]
+        targets = [box.at(peer, ring.rank * own, own, torch.uint8)[None] for peer in peers]
+
+        def step():
+            box.open()
+            box.push(targets, [source[None]] * others, ready_at_open=True)
+            box.wait()
+            box.release()
+
+        return step
+
+    yield "push", curve(push)
+
+
+def _copies(sizes, clock: Clock):
+    """Of rows of some heads into a message, as schedules by heads pack them."""
+    for size in sizes:
+        length = max(1, size // (HEADS * 128 * 2))
+        source = _tensor(clock.device, 1, length, HEADS, 128).transpose(1, 2).unflatten(1, (4, -1))
+        target = _tensor(clock.device, 4, 1, length, HEADS // 4, 128).permute(1, 0, 3, 2, 4)
+
+        def step(target=target, source=source):
+            copy_rows([target], [source], None, [0], False)
+
+        yield source.nbytes, clock(step, 4)
+
+
+def _merges(sizes, clock: Clock):
+    for size in sizes:
+        length = max(1, size // (HEADS * 128 * 2))
+        outs = [_tensor(clock.device, 1, length, HEADS, 128).transpose(1, 2) for _ in range(3)]
+        lses = [torch.randn(1, HEADS, length, device=clock.device) for _ in range(3)]
+        parts = [x for pair in zip(outs, lses, strict=True) for x in pair]
+
+        def step(parts=parts):
+            merge_partials(*parts)
+
+        yield outs[0].nbytes, clock(step, 4)
+
+
+def _slowdown(ring: Ring, backend, clock: Clock) -> float:
+    """Of a kernel while NCCL moves keys all the time."""
+    if ring.stream is None:
+        return 1.0
+    query, key, value, _ = _inputs(clock.device, 8192, 128)
+
+    def kernel():
+        return backend.forward(query, key, value, None, False, query.size(-1) ** -0.5)
+
+    alone = clock(kernel)
+    send, receive = (torch.zeros(2**26, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    works = []
+
+    def together():
+        mark = ring.mark()
+        for _ in range(8):  # longer than the kernel
+            with ring.after(mark):
+                works.append(ring.shift(send, receive))
+        kernel()
+
+    def drained():
+        for work in works:
+            work.wait()
+        works.clear()
+        torch.cuda.synchronize()
+
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        start.record()
+        together()
+        end.record()
+        drained()
+        times.append(start.elapsed_time(end) / 1e3)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=clock.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(1.0, slowest.item() / alone)
+
+
+def _floors(ranks: int, backend, clock: Clock, quick: bool) -> dict:
+    """Calls with next to no work, on all ranks and, side by side, on both halves of them."""
+    from cp_dispatch import enabled, explain
+
+    floors: dict[str, dict[str, list]] = {}
+    meshes = {}  # each costs communicators
+    halves = [ranks // 2] if ranks % 2 == 0 and ranks > 2 else []
+    for size, wish, layout in itertools.product(
+        [*halves, ranks], ("natural_ring", "mirrored_ring", "gather", "ulysses", "hybrid"),
+        (False, True),
+    ):  # fmt: skip
+        if size not in meshes:
+            shape = ranks // size, size
+            meshes[size] = init_device_mesh(clock.device.type, shape, mesh_dim_names=("a", "b"))
+        mesh = meshes[size]
+        dim = max(DIMS[quick])
+        *shards, grad = (
+            DTensor.from_local(x, mesh["b"], [Shard(2)], run_check=False)
+            for x in _inputs(clock.device, TOKENS, dim)
+        )
+        leaves = [x.detach().requires_grad_() for x in shards]
+        balancer = HeadTail(TOKENS * size, size) if layout else None
+        with enabled(schedule=wish, layout=balancer), sdpa_kernel(backend.sdp_backend):
+            name = explain(*shards, is_causal=True, enable_gqa=True).schedule
+            if any(r == size for r, _ in floors.get(name, {}).get("forward", ())):
+                continue
+
+            def forward(tensors=shards):
+                return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+
+            def both(leaves=leaves, grad=grad, forward=forward):
+                torch.autograd.grad(forward(leaves), leaves, grad)
+
+            with torch.no_grad():
+                there = clock(forward, 8)
+            back = max(clock(both, 8) - there, there / 2)
+        ways = floors.setdefault(name, {"forward": [], "backward": []})
+        ways["forward"].append([size, float(f"{there:.4g}")])
+        ways["backward"].append([size, float(f"{back:.4g}")])
+    return floors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", type=pathlib.Path, help="default: in the package")
+    parser.add_argument("--quick", action="store_true", help="a few small sizes: a try, no result")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        device = torch.device("cuda", dist.get_node_local_rank(0)) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        first = dist.get_rank() == 0
+        say = (lambda words: print(words, flush=True)) if first else (lambda words: None)
+        constants = measure(device, arguments.quick, say)
+        path = arguments.output or FOLDER / f"{kind_of(constants.device)}.json"
+        if first:
+            path.write_text(constants.to_json())
+            say(f"wrote {path}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

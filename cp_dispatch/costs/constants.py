@@ -1,0 +1,144 @@
+"""Constants of one kind of GPU, as measured, and where they are kept."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+from dataclasses import dataclass
+
+from cp_dispatch.errors import ContextParallelError
+
+FOLDER = pathlib.Path(__file__).parent
+
+#: What moves data, over the bytes that reach a rank from others: an all-gather, an all-to-all, a
+#: shift to the next rank (NCCL), and copies into the memory of peers (copy engines).
+MOVES = ("all_gather", "all_to_all", "shift", "push")
+#: What kernels are measured at; "causal" is a square with a diagonal.
+KERNELS = ("forward", "backward", "forward causal", "backward causal")
+
+
+class Curve:
+    """Seconds over some amount, between measured points a power law.
+
+    Below the first point as long as there, beyond the last one in proportion.
+    """
+
+    def __init__(self, points):
+        self.points = tuple(sorted((float(x), float(y)) for x, y in points))
+        if not self.points or any(x <= 0 or not 0 < y < math.inf for x, y in self.points):
+            raise ValueError(f"a curve needs points above 0, got {points}")
+        self._amounts = [x for x, _ in self.points]
+
+    def __call__(self, amount: float) -> float:
+        if amount <= 0:
+            return 0.0
+        at = bisect.bisect_left(self._amounts, amount)
+        if at == 0:
+            return self.points[0][1]
+        x0, y0 = self.points[at - 1]
+        if at == len(self.points):
+            return y0 * amount / x0
+        x1, y1 = self.points[at]
+        share = math.log(amount / x0) / math.log(x1 / x0)
+        return y0 * (y1 / y0) ** share
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Curve) and self.points == other.points
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What ``calibrate`` found.
+
+    Attributes:
+        device: ``torch.cuda.get_device_name()``.
+        about: torch, CUDA, date and ranks of the run.
+        kernels: backend -> head dim -> name in ``KERNELS`` -> seconds over FLOPs (2 per
+            multiply-add, half of them for causal; 2.5 times the forward's for a backward).
+        moves: name in ``MOVES`` -> seconds over bytes that reach a rank; "push" may be missing.
+        copy: seconds over bytes copied by a kernel.
+        merge: seconds over bytes of a 16-bit output merged with another.
+        floors: schedule -> direction -> ``((ranks, seconds), ...)`` of a call with next to no
+            work: the host's time and all latencies.
+        slowdown: of a kernel beside a collective of NCCL.
+    """
+
+    device: str
+    about: dict
+    kernels: dict[str, dict[int, dict[str, Curve]]]
+    moves: dict[str, Curve]
+    copy: Curve
+    merge: Curve
+    floors: dict[str, dict[str, tuple[tuple[int, float], ...]]]
+    slowdown: float
+
+    def floor(self, schedule: str, direction: str, ranks: int) -> float:
+        """The line through the two points with most ranks, or the one there is."""
+        points = sorted(self.floors.get(schedule, {}).get(direction, ()))
+        if not points:
+            return 0.0
+        (r1, s1), (r0, s0) = points[-1], points[-2] if len(points) > 1 else points[-1]
+        slope = max(0.0, (s1 - s0) / (r1 - r0)) if r1 != r0 else 0.0
+        return max(0.0, s1 + slope * (ranks - r1)) if ranks >= r0 else s0
+
+    def to_json(self) -> str:
+        def plain(x):
+            if isinstance(x, Curve):
+                return [[amount, float(f"{seconds:.4g}")] for amount, seconds in x.points]
+            if isinstance(x, dict):
+                return {str(k): plain(v) for k, v in x.items()}
+            return x
+
+        fields = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        text = json.dumps(fields, indent=1)
+        # One line for a point.
+        return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Constants:
+        """Raises ContextParallelError for anything that ``to_json`` does not write."""
+        try:
+            fields = json.loads(text)
+            return cls(
+                device=fields["device"],
+                about=fields["about"],
+                kernels={
+                    backend: {
+                        int(dim): {way: Curve(ways[way]) for way in KERNELS}
+                        for dim, ways in dims.items()
+                    }
+                    for backend, dims in fields["kernels"].items()
+                },
+                moves={name: Curve(points) for name, points in fields["moves"].items()},
+                copy=Curve(fields["copy"]),
+                merge=Curve(fields["merge"]),
+                floors={
+                    schedule: {
+                        way: tuple((int(r), float(s)) for r, s in points)
+                        for way, points in ways.items()
+                    }
+                    for schedule, ways in fields["floors"].items()
+                },
+                slowdown=float(fields["slowdown"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ContextParallelError(
+                f"these are not constants as `python -m cp_dispatch calibrate` writes them: {error}"
+            ) from error
+
+
+def kind_of(device_name: str) -> str:
+    """The name of the file for a kind of GPU, ``nvidia-h100-80gb-hbm3``."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+@functools.cache
+def constants_of(kind: str) -> Constants | None:
+    """The constants of a kind of GPU, None if it was never measured."""
+    path = FOLDER / f"{kind}.json"
+    return Constants.from_json(path.read_text()) if path.is_file() else None

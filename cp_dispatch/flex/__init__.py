@@ -1,0 +1,1 @@
+"""FlexAttention on sequence-sharded DTensors."""

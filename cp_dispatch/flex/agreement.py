@@ -1,0 +1,47 @@
+"""The debug mode for FlexAttention: do all ranks make the same call, with the same mask?"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from cp_dispatch.agreement import agree, local_shape_fits
+from cp_dispatch.flex.call import FlexCall
+from cp_dispatch.options import Options
+
+
+def check_flex_agreement(options: Options, call: FlexCall) -> None:
+    """Raise on every rank of the mesh if the ranks' calls differ (``CP_DISPATCH_DEBUG=1``).
+
+    A mask of the whole sequence must be the same on every rank, for each works out from it what the
+    others send; so its blocks are compared too.
+
+    Raises:
+        ContextParallelError: with what this rank and its peers were given.
+    """
+    tensors = list(call.tensors.values())
+    fits = all(local_shape_fits(x) for x in tensors if hasattr(x, "device_mesh"))
+    lines = [
+        call.describe(),
+        f"gradients wanted: {[x.requires_grad for x in tensors]}",
+        f"{options}",
+        f"local shards have the shapes that the global shapes imply: {fits}",
+        f"blocks of the mask: {_digest(call)}",
+    ]
+    text = "\n".join("    " + line for part in lines for line in part.splitlines())
+    agree("flex_attention", text, tensors)
+
+
+def _digest(call: FlexCall) -> str:
+    """Of a mask's blocks, where it has those of the whole sequence."""
+    mask = call.mask
+    if mask.lists.kv_num.size(2) != -(-int(mask.lengths[0]) // mask.block_size[0]):
+        return "this rank's"
+    parts = []
+    for num, indices in (mask.tensors[:2], mask.tensors[2:4]):
+        if num is not None:
+            listed = torch.arange(indices.size(-1), device=num.device) < num.unsqueeze(-1)
+            parts += [num, torch.where(listed, indices, -1)]
+    data = b"".join(x.cpu().contiguous().numpy().tobytes() for x in parts)
+    return hashlib.sha256(data).hexdigest()[:16]

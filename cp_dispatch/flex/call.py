@@ -1,0 +1,59 @@
+"""One call of ``flex_attention`` on DTensors as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch.call import describe_tensor
+from cp_dispatch.flex.mask_tuple import MaskTuple
+
+
+@dataclass(frozen=True)
+class FlexCall:
+    """query ``(B, H, Sq, D)``, key ``(B, Hkv, Sk, D)``, value ``(B, Hkv, Sk, Dv)``, the block mask
+    as the higher-order op takes it, and the tensors that the mods capture."""
+
+    query: Any
+    key: Any
+    value: Any
+    mask: MaskTuple
+    score_buffers: tuple = ()
+    mask_buffers: tuple = ()
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    @property
+    def captured(self) -> dict[str, Any]:
+        names = ("score_mod", self.score_buffers), ("mask_mod", self.mask_buffers)
+        return {
+            f"tensor {i} that {mod} captures": x
+            for mod, buffers in names
+            for i, x in enumerate(buffers)
+            if isinstance(x, torch.Tensor)
+        }
+
+    def describe(self) -> str:
+        """The call in one line a tensor, for messages."""
+        lines = [f"{name}: {describe_tensor(x)}" for name, x in self.tensors.items()]
+        blocks = tuple(self.mask.lists.kv_indices.shape)
+        lines.append(
+            f"block_mask: lengths {tuple(map(int, self.mask.lengths))}, blocks "
+            f"{self.mask.block_size}, kv_indices {blocks}"
+        )
+        lines += [f"{name}: {describe_tensor(x)}" for name, x in self.captured.items()]
+        return "\n".join(lines)
+
+
+def global_shape(tensor) -> tuple[int, ...]:
+    return tuple(map(int, tensor.shape))
+
+
+def sharded_dims(tensor: DTensor, tensor_dim: int) -> list[int]:
+    """Mesh dims over which a dim is sharded, in any way."""
+    return [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == tensor_dim]

@@ -1,0 +1,80 @@
+"""Tensors that the mods capture: whole and in true order for the kernel, and their gradients.
+
+A plain tensor, like a replicated DTensor, is the same on every rank. A sharded DTensor is gathered;
+what is sharded over the ranks that share the sequence lies in the layout, if there is one, and is
+put into true order. A gradient is the sum over all ranks that hold different parts of the queries,
+and placed as the tensor is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cp_dispatch._compat import is_tracing, local_tensor
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.flex.plan import FlexPlan
+from cp_dispatch.layouts import Balancer
+
+
+def for_kernel(buffers: tuple, plan: FlexPlan, part) -> tuple:
+    """Plain tensors on this rank; ints stay as they are."""
+    return tuple(_whole(x, plan, part) if isinstance(x, DTensor) else x for x in buffers)
+
+
+def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
+    placed = [Replicate()] * buffer.device_mesh.ndim
+    whole = buffer.detach()
+    if list(buffer.placements) != placed:
+        whole = whole.redistribute(placements=placed)
+    whole = local_tensor(whole)
+    dim = sequence_dim(buffer, plan)
+    if dim is not None:
+        whole = _ordered(whole, dim, plan.layout, -1, part)
+    # The local kernel's backward goes by this; in a trace torch looks at the graph instead.
+    if buffer.requires_grad and not is_tracing():
+        whole = whole.detach().requires_grad_()
+    return whole
+
+
+def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
+    """The dim of a captured tensor that lies in the layout, None if none does."""
+    if plan.layout is None:
+        return None
+    dims = {
+        p.dim
+        for i, p in enumerate(buffer.placements)
+        if i in plan.mesh_dims and isinstance(p, Shard)
+    }
+    return dims.pop() if dims else None
+
+
+def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
+    """To true order (``which`` -1) or to the layout's (-2); of all batch rows."""
+    every_row = [0, layout.rows, *part[2:]]
+    order = torch.ops.cp_dispatch.flex_order(x, layout.text, which, every_row, layout.seq_len)
+    if order.size(0) == 1:
+        return x.index_select(dim, order[0])
+    shape = [1] * x.ndim
+    shape[0], shape[dim] = order.shape
+    return x.take_along_dim(order.long().view(shape), dim)
+
+
+def gradient(grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part) -> Tensor | None:
+    """The gradient of a captured tensor from this rank's share of it."""
+    if grad is None or not isinstance(buffer, Tensor):
+        return None
+    mesh = query.device_mesh
+    shares = [Partial() if isinstance(p, Shard) else Replicate() for p in query.placements]
+    wide = grad.to(wide_dtype(grad.dtype)) if grad.is_floating_point() else grad
+    if isinstance(buffer, DTensor):
+        dim = sequence_dim(buffer, plan)
+        if dim is not None:
+            wide = _ordered(wide, dim, plan.layout, -2, part)
+        placed = [Replicate() if isinstance(p, Partial) else p for p in buffer.placements]
+    else:
+        placed = [Replicate()] * mesh.ndim
+    summed = DTensor.from_local(wide, mesh, shares, run_check=False).redistribute(placements=placed)
+    summed = summed.to(buffer.dtype)
+    return summed if isinstance(buffer, DTensor) else local_tensor(summed)

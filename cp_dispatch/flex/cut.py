@@ -1,0 +1,196 @@
+"""This rank's rows of a block mask.
+
+Note [Cutting]
+~~~~~~~~~~~~~~
+A rank attends with its rows of queries, in the order of its shard, to keys that lie in true order
+(see :mod:`cp_dispatch.flex.moves`). So the columns of the mask stay as the user made them, and only
+its rows are cut. Block t of the rank's rows covers one or several of the user's query blocks::
+
+    user's blocks (size 4)   | a a a a | b b b b | c c c c | d ...
+    rank 1 of 2, rows 6...             b b | c c c c | d d d d     natural order, 14 rows
+    its blocks                         [b b c c] [c c d d] ...
+
+A key block is computed where any of them computes it; it is *full* where all of them are full and
+the rank's block has all its rows. All else is partial: ``mask_mod``, which sees true positions,
+decides. Where shards begin at a block, as they mostly do, nothing that was full becomes partial.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.flex.ownership import Ownership
+from cp_dispatch.layouts.tiles import cut as cut_spans
+
+
+class Blocks(NamedTuple):
+    """The tensors of a block mask, all int32, of R query blocks and C key blocks.
+
+    ``kv_num`` ``(B, H, R)``, ``kv_indices`` ``(B, H, R, C)``, ``q_num`` ``(B, H, C)``,
+    ``q_indices`` ``(B, H, C, R)``; those of full blocks are None where the mask has none.
+    """
+
+    kv_num: Tensor
+    kv_indices: Tensor
+    full_kv_num: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+    q_num: Tensor | None = None
+    q_indices: Tensor | None = None
+    full_q_num: Tensor | None = None
+    full_q_indices: Tensor | None = None
+
+
+class Touched(NamedTuple):
+    """For each lane and block of a rank's rows: the user's query blocks that it covers, the first
+    one repeated up to the same number for all; and whether the block has all its rows."""
+
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    complete: tuple[bool, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def touched(owned: Ownership, rank: int, block: int) -> Touched:
+    rows = owned.rows(rank)
+    starts = range(0, rows, block)
+    lanes = []
+    for lane in range(owned.lanes):
+        spans = owned.spans(rank, lane)
+        lanes.append(
+            [
+                sorted(
+                    {
+                        i
+                        for position, length in cut_spans(spans, start, block)
+                        for i in range(position // block, (position + length - 1) // block + 1)
+                    }
+                )
+                for start in starts
+            ]
+        )
+    most = max((len(blocks) for lane in lanes for blocks in lane), default=1)
+    padded = tuple(
+        tuple((*blocks, *[blocks[0]] * (most - len(blocks))) for blocks in lane) for lane in lanes
+    )
+    return Touched(padded, tuple(start + block <= rows for start in starts))
+
+
+def dense(num: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Lists of blocks ``(..., R)``, ``(..., R, n)`` as a bool table ``(..., R, columns)``."""
+    width = indices.size(-1)
+    listed = torch.arange(width, device=num.device) < num.unsqueeze(-1)
+    # What is beyond a list's end goes to a column that is cut off.
+    places = torch.where(listed, indices, columns).long()
+    table = torch.zeros((*num.shape, columns + 1), dtype=torch.bool, device=num.device)
+    return table.scatter_(-1, places, True)[..., :columns]
+
+
+def lists(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`dense`: blocks of a row in ascending order, then all others."""
+    order = torch.sort(table.to(torch.uint8), dim=-1, descending=True, stable=True).indices
+    return table.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def cut(
+    mask: Blocks, owned: Ownership, rank: int, block: int, columns: int, window=None, is_cut=False
+) -> Blocks:
+    """The blocks of ``rank``'s rows; ``block`` is the number of rows of a query block.
+
+    Of ``mask`` only the lists of key blocks are looked at. With several lanes its batch dim has
+    one row for each, or one. ``window`` chooses columns (see Note [Windows]); ``is_cut``: the mask
+    has this rank's rows only.
+    """
+    covered = touched(owned, rank, block)
+    partial = dense(mask.kv_num, mask.kv_indices, columns)
+    full = None
+    if mask.full_kv_num is not None:
+        full = dense(mask.full_kv_num, mask.full_kv_indices, columns)
+    blocks = len(covered.complete)
+    if is_cut or not blocks:
+        some, every = partial[:, :, :blocks], full if full is None else full[:, :, :blocks]
+        some = some if every is None else some | every
+    else:
+        index = torch.tensor(covered.blocks, device=partial.device)
+        some, every = _rows(partial if full is None else partial | full, index).any(3), None
+        if full is not None:
+            complete = torch.tensor(covered.complete, device=partial.device).view(-1, 1)
+            every = _rows(full, index).all(3) & complete
+    if window is not None:
+        chosen = torch.tensor(window.blocks, dtype=torch.int64, device=some.device)
+        some = some.index_select(3, chosen)
+        if every is not None:
+            own = torch.tensor(window.own, dtype=torch.bool, device=some.device)
+            every = every.index_select(3, chosen) & own
+    return of_tables(some if every is None else some & ~every, every)
+
+
+def _rows(table: Tensor, index: Tensor) -> Tensor:
+    """``(B, H, R, C)`` by ``index`` (lanes, T, n): ``(B, H, T, n, C)``."""
+    lanes, blocks, most = index.shape
+    if lanes == 1:
+        return table[:, :, index[0].flatten()].unflatten(2, (blocks, most))
+    batch = torch.arange(lanes, device=table.device).view(-1, 1, 1)
+    taken = table.expand(lanes, *table.shape[1:])[batch, :, index]  # (B, T, n, H, C)
+    return taken.permute(0, 3, 1, 2, 4)
+
+
+def of_tables(partial: Tensor, full: Tensor | None) -> Blocks:
+    """Both directions of a mask from its tables ``(B, H, R, C)``."""
+    kv, q = lists(partial), lists(partial.transpose(2, 3))
+    if full is None:
+        return Blocks(*kv, None, None, *q, None, None)
+    return Blocks(*kv, *lists(full), *q, *lists(full.transpose(2, 3)))
+
+
+# -- All tensors in one, which an op can return -------------------------------------------------
+
+_ALIGNED = 4  # elements: 16 bytes, as kernels like to load
+
+
+def packed_shapes(batch, heads, rows, columns, has_full: bool) -> list[tuple | None]:
+    """Shapes of the fields of :class:`Blocks`."""
+    kv = [(batch, heads, rows), (batch, heads, rows, columns)]
+    q = [(batch, heads, columns), (batch, heads, columns, rows)]
+    none = [None, None]
+    return [*kv, *(kv if has_full else none), *q, *(q if has_full else none)]
+
+
+def packed_size(shapes) -> int:
+    return sum(_padded(shape) for shape in shapes if shape is not None)
+
+
+def pack(blocks: Blocks) -> Tensor:
+    """All fields, one after the other, int32."""
+    shapes = [None if x is None else tuple(x.shape) for x in blocks]
+    packed = blocks.kv_num.new_zeros(packed_size(shapes), dtype=torch.int32)
+    start = 0
+    for x, shape in zip(blocks, shapes, strict=True):
+        if x is not None:
+            packed[start : start + x.numel()].copy_(x.flatten())
+            start += _padded(shape)
+    return packed
+
+
+def unpack(packed: Tensor, shapes) -> Blocks:
+    """Views of what :func:`pack` made."""
+    fields, start = [], 0
+    for shape in shapes:
+        if shape is None:
+            fields.append(None)
+            continue
+        size = 1
+        for n in shape:
+            size = size * n
+        fields.append(packed[start : start + size].view(shape))
+        start = start + _padded(shape)
+    return Blocks(*fields)
+
+
+def _padded(shape) -> int:
+    size = 1
+    for n in shape:
+        size = size * n
+    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED

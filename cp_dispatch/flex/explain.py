@@ -1,0 +1,58 @@
+"""What a FlexAttention call would do, without doing it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.call import FlexCall
+from cp_dispatch.flex.local import LocalFlex
+from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
+from cp_dispatch.flex.needs import everything, rows_sent
+from cp_dispatch.flex.ops import MaskJob
+from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
+
+
+@torch.no_grad()
+def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) -> FlexPlan:
+    """What ``flex_attention(query, key, value, block_mask=block_mask)`` would do here and now.
+
+    Looks at the block mask, so it says how many rows of keys each rank would send. Computes
+    nothing, does not communicate; a call that would raise gives a plan with all the reasons.
+
+    Args:
+        query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype.
+        block_mask: a torch ``BlockMask`` for the whole sequence, or None.
+    """
+    from cp_dispatch.toggle import current_options
+
+    mask = no_mask(query, key) if block_mask is None else MaskTuple(block_mask.as_tuple())
+    call = FlexCall(query, key, value, mask)
+    if not any(isinstance(x, DTensor) for x in call.tensors.values()):
+        return FlexPlan("stock", reasons=("no argument is a DTensor",), call=call.describe())
+    options = current_options()
+    if options is None:
+        reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
+        return FlexPlan("stock", reasons=reasons, call=call.describe())
+    plan = in_words(make_plan(options, call), call)
+    if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):
+        return plan
+    local = LocalFlex(call, plan)
+    try:
+        arguments = local.mask_arguments
+    except ContextParallelError as error:
+        return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
+    job = MaskJob(*arguments)
+    if job.whole:
+        needs = everything(job.queries, job.keys)
+    elif job.local_rows:
+        # What other ranks need is in their masks, and asking them would be to communicate.
+        return plan
+    else:
+        needs = job.needs()
+    ranks, may_gather = range(plan.world_size), plan.schedule != "ring"
+    rows = tuple(rows_sent(needs, job.keys, rank, may_gather) for rank in ranks)
+    return dataclasses.replace(plan, rows_sent=rows)

@@ -1,0 +1,66 @@
+"""Putting the rules into torch's higher-order ops, and taking them out again.
+
+Note [Indexing with DTensors]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Dynamo traces the mods with indices that it makes from the query: 0-dim DTensors, if that is one.
+A plain tensor that a mod captures would be indexed with them, ``documents[q_idx]``, and DTensor
+refuses to mix the two. While dynamo traces, and for 0-dim indices only, such an index is taken to
+be the plain number that it is on every rank. The graph that comes out is the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import (
+    PLAIN_KEYS,
+    add_subclass_rule,
+    dynamo_traces,
+    local_tensor,
+    plain_kernel,
+    remove_subclass_rule,
+    set_plain_kernel,
+)
+from cp_dispatch.flex import plain
+from cp_dispatch.flex.remember import never_mind, when_none_is_left
+from cp_dispatch.flex.rule import BACKWARD, FORWARD, rules
+
+_replaced: list[tuple] = []  # kernels that ours stand before
+
+
+def install(current_options, plain_context, enabled, library: torch.library.Library) -> None:
+    """Add the rules; those of ordinary ops belong to ``library`` and go with it.
+
+    ``plain_context`` and ``enabled`` are for calls on plain shards, see
+    :mod:`cp_dispatch.flex.plain`.
+    """
+    never_mind()
+    for key in PLAIN_KEYS:
+        kernel = plain_kernel(FORWARD, key)
+        _replaced.append((key, kernel))
+        set_plain_kernel(FORWARD, key, plain.before(kernel, FORWARD, plain_context, enabled))
+    for op, rule in zip((FORWARD, BACKWARD), rules(current_options), strict=True):
+        add_subclass_rule(op, DTensor, rule)
+    torch.library.register_torch_dispatch("aten::index.Tensor", DTensor, _index, lib=library)
+
+
+def remove() -> None:
+    """Take the rules out; that of the backward as soon as no forward waits for it."""
+    while _replaced:
+        set_plain_kernel(FORWARD, *_replaced.pop())
+    remove_subclass_rule(FORWARD, DTensor)
+    when_none_is_left(lambda: remove_subclass_rule(BACKWARD, DTensor))
+
+
+def _index(cls, func, types, args=(), kwargs=None):
+    """See Note [Indexing with DTensors]."""
+    tensor, indices = args
+    if (
+        kwargs
+        or isinstance(tensor, DTensor)
+        or dynamo_traces() is None
+        or not all(x is None or not isinstance(x, DTensor) or x.ndim == 0 for x in indices)
+    ):
+        return NotImplemented
+    return func(tensor, [local_tensor(x) if isinstance(x, DTensor) else x for x in indices])

@@ -1,0 +1,276 @@
+"""The part of a call that this rank computes: local tensors, local mask, arguments of the ops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_dispatch._compat import compiles_for_inductor, local_tensor
+from cp_dispatch.compile_cache import note_group
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import captured
+from cp_dispatch.flex.call import FlexCall, sharded_dims
+from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
+from cp_dispatch.flex.exchange import split_rows
+from cp_dispatch.flex.hops import Window, window
+from cp_dispatch.flex.mods import Place, pieces
+from cp_dispatch.flex.ownership import Ownership, ownership
+from cp_dispatch.flex.plan import FlexPlan
+from cp_dispatch.groups import ring_group_name
+from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.spans import chunk
+
+_OPS = torch.ops.cp_dispatch
+
+
+@dataclass
+class LocalFlex:
+    """A call on one rank; see Note [Rows in place] and Note [Cutting]."""
+
+    call: FlexCall
+    plan: FlexPlan
+
+    @functools.cached_property
+    def _coordinate(self) -> list[int]:
+        mesh = self.call.query.device_mesh
+        return mesh.get_coordinate() or [0] * mesh.ndim
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """Among those that share the sequence."""
+        rank = 0
+        for dim, size in zip(self.plan.mesh_dims, self.plan.ring_shape, strict=True):
+            rank = rank * size + self._coordinate[dim]
+        return rank
+
+    @functools.cached_property
+    def part(self) -> list[int]:
+        """First batch row and batch rows, first head and heads of this rank, global."""
+        query = self.call.query
+        mesh, part = query.device_mesh, []
+        for tensor_dim in (0, 1):
+            span = Span(0, int(query.shape[tensor_dim]))
+            for mesh_dim in sharded_dims(query, tensor_dim):
+                span = chunk(span, mesh.size(mesh_dim))[self._coordinate[mesh_dim]]
+            part += span
+        return part
+
+    @property
+    def _layout(self) -> str:
+        return "" if self.plan.layout is None else self.plan.layout.text
+
+    @functools.cached_property
+    def _lanes(self) -> int:
+        layout = self.plan.layout
+        return self.part[1] if layout is not None and layout.rows > 1 else 1
+
+    @functools.cached_property
+    def queries(self) -> Ownership:
+        batch = (self.part[0], self.part[1]) if self._lanes > 1 else None
+        return ownership(int(self.plan.query_length), self.plan.ring_shape, self._layout, batch)
+
+    @functools.cached_property
+    def group_name(self) -> str:
+        return ring_group_name(self.call.query.device_mesh, self.plan.mesh_dims)
+
+    @property
+    def _moves_keys(self) -> bool:
+        return self.plan.schedule in ("exchange", "gather", "ring") and self.plan.world_size > 1
+
+    @property
+    def rings(self) -> bool:
+        """Whether keys come owner by owner (:mod:`cp_dispatch.flex.ring`)."""
+        return self.plan.schedule == "ring" and self.plan.world_size > 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has nothing to compute, for it has no row, head or batch row."""
+        return 0 in local_tensor(self.call.query).shape
+
+    def note_trace(self, state) -> None:
+        """What a trace's graph holds of this rank enters the keys of caches on disk."""
+        mesh = self.call.query.device_mesh
+        for dim, placement in enumerate(self.call.query.placements):
+            if isinstance(placement, Shard):
+                note_group(ring_group_name(mesh, (dim,)), state)
+        note_group(self.group_name, state)
+
+    # -- The mask ---------------------------------------------------------------------------
+
+    @functools.cached_property
+    def has_local_rows(self) -> bool:
+        """Whether the mask holds this rank's rows alone (:func:`create_cp_block_mask`)."""
+        rows, whole, own = self._block_rows
+        if rows == whole or self.plan.world_size == 1:
+            return False
+        if rows != (own + 1 if own == whole else own):
+            raise ContextParallelError(
+                f"block_mask has {rows} rows of blocks, where {whole} are the whole sequence and "
+                f"{own} this rank's (rank {self.rank} of {self.plan.world_size}). Make it with "
+                "create_block_mask for the whole sequence, or with "
+                "cp_dispatch.create_cp_block_mask for this mesh and layout."
+            )
+        return True
+
+    @property
+    def _block_rows(self) -> tuple[int, int, int]:
+        block = self.call.mask.block_size[0]
+        own = len(touched(self.queries, self.rank, block).complete)
+        whole = -(-int(self.plan.query_length) // block)
+        return int(self.call.mask.lists.kv_num.shape[2]), whole, own
+
+    @functools.cached_property
+    def mask_arguments(self) -> tuple:
+        """What all ops take of the mask and the ranks (:class:`cp_dispatch.flex.ops.MaskJob`)."""
+        return (
+            *self.call.mask.tensors, self.plan.query_length, self.plan.key_length,
+            list(self.call.mask.block_size), self.part, list(self.plan.ring_shape), self.rank,
+            self.group_name, self._layout, self.has_local_rows, self.plan.schedule == "gather",
+        )  # fmt: skip
+
+    def mask(self, mask_mod, hop: int = -1) -> tuple:
+        """The block mask of this rank's rows, as the higher-order op takes it; at a hop, of the
+        owner's window of keys."""
+        mask, rows = self.call.mask, local_tensor(self.call.query).shape[2]
+        if hop < 0 and (self.plan.world_size == 1 or self.has_local_rows):
+            blocks = self._own_part(mask.lists)
+        else:
+            blocks = self._cut(hop)
+        keys = None if hop < 0 else self.window(hop).length
+        return mask.of_rows(rows, blocks, mask_mod, keys)
+
+    def window(self, hop: int) -> Window:
+        keys = ownership(int(self.plan.key_length), self.plan.ring_shape, self._layout)
+        owner = (self.rank - hop) % self.plan.world_size
+        return window(keys, owner, self.call.mask.block_size[1])
+
+    def _own_part(self, lists: Blocks) -> Blocks:
+        first, batch, first_head, heads = self.part
+        tensors = []
+        for x in lists:
+            if x is not None and x.size(0) > 1 and batch < x.size(0):
+                x = x[first : first + batch]
+            if x is not None and x.size(1) > 1 and heads < x.size(1):
+                x = x[:, first_head : first_head + heads]
+            tensors.append(x)
+        return Blocks(*tensors)
+
+    def _cut(self, hop: int) -> Blocks:
+        lists = self.call.mask.lists
+        packed = _OPS.flex_cut(*self.mask_arguments, hop)
+        batch, heads = lists.kv_num.shape[:2]
+        batch = max(self._lanes, self.part[1] if batch > 1 else 1)
+        heads = self.part[3] if heads > 1 else 1
+        columns = -(-self.plan.key_length // self.call.mask.block_size[1])
+        if hop >= 0:
+            columns = len(self.window(hop).blocks)
+        shapes = packed_shapes(
+            batch, heads, self._block_rows[2], columns, lists.full_kv_num is not None
+        )
+        return Blocks(*apart(unpack(packed, shapes)))
+
+    # -- The mods ---------------------------------------------------------------------------
+
+    @functools.cached_property
+    def place(self) -> Place:
+        found = None
+        lanes = self.queries.lanes
+        if self.plan.world_size > 1 and lanes == 1:
+            found = pieces(self.queries.spans(self.rank))
+        table = lanes if self.plan.world_size > 1 and found is None else 0
+        return Place(self.part[0], self.part[2], found, table)
+
+    def place_at(self, hop: int) -> Place:
+        """:attr:`place` with the keys of a hop."""
+        window = self.window(hop)
+        owned = None if all(window.own) else window.spans
+        return dataclasses.replace(self.place, keys=window.pieces, owned=owned)
+
+    @functools.cached_property
+    def _table(self) -> Tensor | None:
+        if not self.place.table_lanes:
+            return None
+        query = local_tensor(self.call.query)
+        table = _OPS.flex_order(query, self._layout, self.rank, self.part, query.shape[2])
+        return table if self.place.table_lanes > 1 else table[0]
+
+    def buffers(self) -> tuple[tuple, tuple]:
+        """What the mods of :attr:`place` take: of ``score_mod`` and of ``mask_mod``."""
+        return tuple(
+            self.place.buffers(captured.for_kernel(given, self.plan, self.part), self._table)
+            for given in (self.call.score_buffers, self.call.mask_buffers)
+        )
+
+    # -- Keys and their gradients -----------------------------------------------------------
+
+    def keys(self, backward: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of all positions, as far as this rank's rows compute them."""
+        key, value = (local_tensor(x) for x in (self.call.key, self.call.value))
+        if not self._moves_keys:
+            return key, value
+        # Triton's kernels look at no block that the mask does not list, all others at all.
+        fill = not (key.device.type == "cuda" and compiles_for_inductor())
+        buffer = _OPS.flex_bring(key, value, *self.mask_arguments, fill, backward)
+        return tuple(apart(split_rows(buffer, [key.shape[3], value.shape[3]])))
+
+    def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
+        """dK and dV of this rank's own keys, summed over the ranks that computed them; where every
+        rank has all keys, this rank's share."""
+        if not self._moves_keys:
+            return grad_key, grad_value
+        key, value = (local_tensor(x) for x in (self.call.key, self.call.value))
+        return _OPS.flex_bring_back(grad_key, grad_value, key, value, *self.mask_arguments)
+
+    @property
+    def key_shares(self) -> bool:
+        """Whether gradients of the keys are shares of ranks that all have them."""
+        return self.plan.schedule == "replicated_keys" and self.plan.world_size > 1
+
+
+def apart(tensors) -> list[Tensor | None]:
+    """Views of one buffer, or for inductor's kernel for CPU, which takes no two arguments from one
+    buffer, copies."""
+    given = [x for x in tensors if x is not None]
+    if given[0].device.type == "cpu" and compiles_for_inductor():
+        given = _OPS.flex_apart(given)
+    found = iter(given)
+    return [None if x is None else next(found) for x in tensors]
+
+
+def placed_strides(shape, like) -> tuple:
+    """Strides of dense memory whose dims lie in the order that the strides ``like`` say, the last
+    dim innermost."""
+    outer = sorted(range(len(shape) - 1), key=lambda dim: (-like[dim], dim))
+    strides, step = [1] * len(shape), 1
+    for dim in reversed([*outer, len(shape) - 1]):
+        strides[dim] = step
+        step = step * shape[dim]
+    return tuple(strides)
+
+
+def wrap(local: Tensor, like: DTensor, placements=None) -> DTensor:
+    """A result of this rank as a DTensor with the batch, heads and sequence of ``like``.
+
+    Memory lies in the order that the strides of ``like`` say: views of a DTensor are decided by
+    its global strides, and then made of the shard.
+    """
+    shape = (*like.shape[:3], *local.shape[3:])
+    order = like.stride() if local.ndim == 4 else sorted(like.stride()[:3], reverse=True)
+    wanted = placed_strides(local.shape, order)
+    differ = [
+        dim for dim in range(local.ndim)
+        if local.shape[dim] > 1 and local.stride(dim) != wanted[dim]
+    ]  # fmt: skip
+    if differ and 0 not in local.shape:
+        local = torch.empty_strided(
+            local.shape, wanted, dtype=local.dtype, device=local.device
+        ).copy_(local)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements if placements is None else placements,
+        run_check=False, shape=torch.Size(shape), stride=placed_strides(shape, order),
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""The user's ``score_mod`` and ``mask_mod``, called with true indices by a kernel on local rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.layouts import Span
+
+# With more pieces than this a kernel reads positions from a table instead.
+_MAX_PIECES = 4
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Local rows or keys to true positions: from ``starts[i]`` on they are ``offsets[i]`` off."""
+
+    starts: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def __call__(self, b: Tensor, row: Tensor) -> Tensor:
+        place = row + self.offsets[0] if self.offsets[0] else row
+        for start, offset in zip(self.starts[1:], self.offsets[1:], strict=True):
+            place = torch.where(row < start, place, row + offset)
+        return place
+
+
+def pieces(spans: tuple[Span, ...]) -> Pieces | None:
+    """The map of a shard's rows, None where a table is better."""
+    if len(spans) > _MAX_PIECES:
+        return None
+    starts, offsets, at = [], [], 0
+    for position, length in spans or (Span(0, 0),):
+        starts.append(at)
+        offsets.append(position - at)
+        at += length
+    return Pieces(tuple(starts), tuple(offsets))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's local indices stand among all: its first batch row, its first head, and the
+    positions of its rows, by ``pieces`` or by a table ``(L,)`` or ``(lanes, L)`` int32.
+
+    The mods that it makes take the table, if there is one, as the last captured buffer.
+    """
+
+    first_batch: int = 0
+    first_head: int = 0
+    pieces: Pieces | None = None
+    table_lanes: int = 0
+    #: In a window (see :mod:`cp_dispatch.flex.hops`): its keys to positions, and, where it has
+    #: keys that its owner has not, the positions that are the owner's.
+    keys: Pieces | None = None
+    owned: tuple[Span, ...] | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        return (
+            not self.first_batch
+            and not self.first_head
+            and not self.table_lanes
+            and self.pieces in (None, Pieces((0,), (0,)))
+            and self.keys in (None, Pieces((0,), (0,)))
+            and self.owned is None
+        )
+
+    def buffers(self, buffers: tuple, table: Tensor | None) -> tuple:
+        return (*buffers, table) if self.table_lanes else tuple(buffers)
+
+    def mask_mod(self, mod: Callable) -> Callable:
+        """``mod(b, h, q_idx, kv_idx, *buffers)`` on local indices."""
+        if self.is_identity:
+            return mod
+
+        def mask_mod(b, h, row, kv_idx, *buffers):
+            b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
+            seen = mod(b, h, q_idx, kv_idx, *buffers)
+            return seen if self.owned is None else seen & self._is_owned(kv_idx)
+
+        return mask_mod
+
+    def score_mod(self, mod: Callable) -> Callable:
+        """``mod(score, b, h, q_idx, kv_idx, *buffers)`` on local indices."""
+        if self.is_identity:
+            return mod
+
+        def score_mod(score, b, h, row, kv_idx, *buffers):
+            b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
+            return mod(score, b, h, q_idx, kv_idx, *buffers)
+
+        return score_mod
+
+    def joint_graph(self, graph: Callable) -> Callable:
+        """The backward of ``score_mod``: gradients of all its arguments, on local indices."""
+        if self.is_identity:
+            return graph
+
+        def joint_graph(score, b, h, row, kv_idx, grad, *buffers):
+            b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
+            grads = graph(score, b, h, q_idx, kv_idx, grad, *buffers)
+            return [*grads, None] if self.table_lanes else list(grads)
+
+        return joint_graph
+
+    def _is_owned(self, kv_idx):
+        inside = None
+        for position, length in self.owned:
+            here = (kv_idx >= position) & (kv_idx < position + length)
+            inside = here if inside is None else inside | here
+        return inside
+
+    def _true(self, b, h, row, kv_idx, buffers):
+        if self.table_lanes:
+            *buffers, table = buffers
+            # In int32 like all indices of a kernel.
+            q_idx = table[b, row] if self.table_lanes > 1 else table[row]
+        else:
+            q_idx = self.pieces(b, row) if self.pieces is not None else row
+        b = b + self.first_batch if self.first_batch else b
+        h = h + self.first_head if self.first_head else h
+        kv_idx = kv_idx if self.keys is None else self.keys(b, kv_idx)
+        return b, h, q_idx, kv_idx, buffers

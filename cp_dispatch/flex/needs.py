@@ -1,0 +1,122 @@
+"""Who needs which keys, and who therefore sends what to whom. Integers only.
+
+Every rank works out the same table of needs, so no rank waits for a message that nobody sends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cp_dispatch.flex.cut import touched
+from cp_dispatch.flex.ownership import Ownership
+from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.balancer import coalesce
+
+# The share of all keys from which on all of them are gathered.
+_MOST = 0.75
+
+#: ``[rank][lane]`` -> runs of needed positions, ascending.
+Needs = tuple[tuple[tuple[Span, ...], ...], ...]
+
+
+def needs_of(
+    tables: torch.Tensor, queries: Ownership, keys: Ownership, blocks: tuple[int, int]
+) -> Needs:
+    """What every rank needs, from the whole mask.
+
+    ``tables`` ``(lanes, R, C)`` bool on CPU: which key blocks the query blocks compute.
+    """
+    return tuple(
+        tuple(
+            runs(tables[lane, _index(queries, rank, lane, blocks[0])].any(0), blocks[1], keys)
+            for lane in range(queries.lanes)
+        )
+        for rank in range(queries.world_size)
+    )
+
+
+def _index(queries: Ownership, rank: int, lane: int, block: int) -> list[int]:
+    covered = touched(queries, rank, block).blocks[lane]
+    return sorted({block for blocks in covered for block in blocks})
+
+
+def runs(needed: torch.Tensor, block: int, keys: Ownership) -> tuple[Span, ...]:
+    """Runs of positions of the key blocks that ``needed`` (C,) names."""
+    spans = []
+    for i in needed.nonzero().flatten().tolist():
+        start = i * block
+        spans.append(Span(start, min(start + block, keys.length) - start))
+    return coalesce(spans)
+
+
+def everything(queries: Ownership, keys: Ownership) -> Needs:
+    whole = (Span(0, keys.length),) if keys.length else ()
+    return ((whole,) * queries.lanes,) * queries.world_size
+
+
+@dataclass(frozen=True)
+class Move:
+    """The rows of an owner that another rank needs: where they lie in the owner's shard, and
+    their places among all positions. In both, lane after lane (see :class:`Ownership`)."""
+
+    owner: int
+    taker: int
+    shard: tuple[Span, ...]
+    places: tuple[Span, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(span.length for span in self.shard)
+
+
+@functools.lru_cache(maxsize=256)
+def moves(needs: Needs, keys: Ownership) -> tuple[tuple[Move, ...], ...]:
+    """``[owner][taker]``, also of a rank from itself: which of its rows it uses at home."""
+    ranks = range(keys.world_size)
+    return tuple(tuple(_move(owner, taker, needs, keys) for taker in ranks) for owner in ranks)
+
+
+def _move(owner: int, taker: int, needs: Needs, keys: Ownership) -> Move:
+    shard: list[Span] = []
+    places: list[Span] = []
+    for lane in range(keys.lanes):
+        at = lane * keys.rows(owner)
+        for position, length in keys.spans(owner, lane):
+            for wanted, count in _overlaps(needs[taker][lane], position, position + length):
+                _append(shard, at + wanted - position, count)
+                _append(places, lane * keys.length + wanted, count)
+            at += length
+    return Move(owner, taker, tuple(shard), tuple(places))
+
+
+def _overlaps(spans: Sequence[Span], start: int, stop: int):
+    for position, length in spans:
+        first, last = max(start, position), min(stop, position + length)
+        if first < last:
+            yield first, last - first
+
+
+def _append(spans: list[Span], start: int, length: int) -> None:
+    if spans and sum(spans[-1]) == start:
+        spans[-1] = Span(spans[-1].position, spans[-1].length + length)
+    else:
+        spans.append(Span(start, length))
+
+
+def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
+    """Whether ranks need so many of all keys that one gather of all is quicker."""
+    rows = {keys.rows(owner) for owner in range(keys.world_size)}
+    needed = sum(move.rows for moved in moves(needs, keys) for move in moved)
+    everyone = keys.world_size**2 * keys.lanes * max(rows)
+    return keys.world_size > 1 and len(rows) == 1 and needed >= _MOST * everyone
+
+
+def rows_sent(needs: Needs, keys: Ownership, rank: int, may_gather: bool = True) -> int:
+    """Rows that ``rank`` sends to others in a forward."""
+    if may_gather and pays_to_gather(needs, keys):
+        return (keys.world_size - 1) * keys.lanes * keys.rows(rank)
+    return sum(move.rows for move in moves(needs, keys)[rank] if move.taker != rank)

@@ -1,0 +1,375 @@
+"""The custom ops of FlexAttention: what stands around the local kernel, on plain local tensors.
+
+The kernel itself stays a ``flex_attention`` higher-order op between them, so that inductor compiles
+it with the user's mods. All are functional and communicate inside, on the current stream.
+
+Note [Masks are data]
+~~~~~~~~~~~~~~~~~~~~~
+In a compiled graph the contents of a block mask are not known, and must not be, or documents of
+other lengths would compile anew. So the ops take the mask's tensors and look at them when they run:
+all shapes follow from lengths alone, and the buffer for keys has a place for every position. How
+many rows travel is worked out on the host, once for each new mask (one copy of a small table from
+the device), and kept while the mask's tensors live (:mod:`cp_dispatch.flex.kept`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_dispatch._compat import all_gather_single, resolve_group
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import needs as needs_
+from cp_dispatch.flex.cut import Blocks, cut, dense, pack, packed_shapes, packed_size, touched
+from cp_dispatch.flex.exchange import Exchange, rows_of, split_rows
+from cp_dispatch.flex.hops import Hop, Window, window
+from cp_dispatch.flex.kept import Kept
+from cp_dispatch.flex.ownership import Ownership, ownership
+from cp_dispatch.layouts import from_text
+from cp_dispatch.ops import NAMESPACE
+
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+# Shapes, for a rank with L of query_length rows and M of key_length keys, R query blocks of
+# blocks[0] rows and C key blocks of blocks[1] keys:
+#   key, value                    (B, Hkv, M, D), (B, Hkv, M, Dv)
+#   kv_num, kv_indices, full_*    int32 (Bm, Hm, R), (Bm, Hm, R, C), global in batch and heads;
+#                                 of all rows, or, with local_rows, of this rank's alone
+# part is [first batch row, batch rows, first head, heads] of this rank. layout is the text of a
+# balancer, "" for natural order. Of the ranks of ring_shape this one is ring_rank; they are
+# group_name. whole: all keys go to all ranks, and nobody looks at the mask.
+_MASK = (
+    "Tensor kv_num, Tensor kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices, "
+    "SymInt query_length, SymInt key_length, int[] blocks, SymInt[] part, "
+    "int[] ring_shape, int ring_rank, str group_name, str layout, bool local_rows, bool whole"
+)
+# fill: places of keys that do not come hold zeros, for kernels that look at all of them.
+# hop: the keys of the rank so many places before alone, in their window; -1, all keys.
+# backward: tells the two calls of a graph apart, or torch would keep the first one's buffer.
+SCHEMAS = (
+    f"flex_cut({_MASK}, int hop) -> Tensor",
+    f"flex_bring(Tensor key, Tensor value, {_MASK}, bool fill, bool backward) -> Tensor",
+    "flex_bring_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
+    f"{_MASK}) -> (Tensor, Tensor)",
+    f"flex_hop(Tensor key, Tensor value, {_MASK}, int hop, bool fill, bool backward) -> Tensor",
+    "flex_hop_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
+    f"{_MASK}, int hop) -> (Tensor, Tensor)",
+    "flex_order(Tensor like, str layout, int ring_rank, SymInt[] part, SymInt rows) -> Tensor",
+    "flex_apart(Tensor[] parts) -> Tensor[]",
+)
+
+_kept = Kept()
+
+
+@dataclass(frozen=True)
+class MaskJob:
+    """The arguments that all ops share; lengths may be symbolic where no tensor has data."""
+
+    kv_num: Tensor
+    kv_indices: Tensor
+    full_kv_num: Tensor | None
+    full_kv_indices: Tensor | None
+    query_length: int
+    key_length: int
+    blocks: tuple[int, int]
+    part: tuple[int, int, int, int]
+    ring_shape: tuple[int, ...]
+    ring_rank: int
+    group_name: str
+    layout: str
+    local_rows: bool
+    whole: bool
+
+    @property
+    def tensors(self) -> tuple:
+        return self.kv_num, self.kv_indices, self.full_kv_num, self.full_kv_indices
+
+    @property
+    def lanes(self) -> int:
+        """Sets of batch rows of this rank that lie alike."""
+        return int(self.part[1]) if self.layout and from_text(self.layout).rows > 1 else 1
+
+    @property
+    def columns(self):
+        return (self.key_length + self.blocks[1] - 1) // self.blocks[1]
+
+    @property
+    def queries(self) -> Ownership:
+        return self._owned(self.query_length)
+
+    @property
+    def keys(self) -> Ownership:
+        return self._owned(self.key_length)
+
+    def _owned(self, length: int) -> Ownership:
+        first, batch, *_ = self.part
+        lanes = (int(first), int(batch)) if self.lanes > 1 else None
+        return ownership(int(length), tuple(self.ring_shape), self.layout, lanes)
+
+    def own_part(self) -> Blocks:
+        """The mask of this rank's batch rows and heads."""
+        first, batch, first_head, heads = self.part
+        tensors = []
+        for x in self.tensors:
+            if x is not None and x.size(0) > 1:
+                x = x[first : first + batch]
+            if x is not None and x.size(1) > 1:
+                x = x[:, first_head : first_head + heads]
+            tensors.append(x)
+        return Blocks(*tensors)
+
+    def exchange(self, device: torch.device) -> Exchange:
+        """Who sends what to whom; asks the other ranks where the mask has this rank's rows only."""
+        key = (self._key, str(device), "exchange")
+        if self.whole:
+            return _kept.get((), key, lambda: self._exchange(device))
+        return _kept.get(self.tensors, key, lambda: self._exchange(device))
+
+    @property
+    def _key(self) -> tuple:
+        return (
+            int(self.query_length), int(self.key_length), tuple(self.blocks),
+            tuple(map(int, self.part)), tuple(self.ring_shape), self.ring_rank, self.group_name,
+            self.layout, self.local_rows, self.whole,
+        )  # fmt: skip
+
+    def hop(self, hop: int, device: torch.device) -> Hop:
+        """What moves at one hop of the ring."""
+
+        def make() -> Hop:
+            needs = _kept.get(self.tensors, (self._key, "needs"), self._find_needs)
+            return Hop(needs, self.keys, self.ring_rank, hop, self.blocks[1], device)
+
+        return _kept.get(self.tensors, (self._key, str(device), hop), make)
+
+    def window(self, hop: int) -> Window:
+        """The key blocks of the owner at a hop."""
+        owner = (self.ring_rank - hop) % self.keys.world_size
+        return window(self.keys, owner, self.blocks[1])
+
+    def _exchange(self, device: torch.device) -> Exchange:
+        return Exchange(self._find_needs(), self.keys, self.ring_rank, device)
+
+    def _find_needs(self) -> needs_.Needs:
+        if self.whole:
+            return needs_.everything(self.queries, self.keys)
+        return self._needs_of_all(self.keys) if self.local_rows else self.needs()
+
+    def needs(self) -> needs_.Needs:
+        """What every rank needs, from a mask of all rows."""
+        tables = self._tables().cpu()
+        return needs_.needs_of(tables, self.queries, self.keys, tuple(self.blocks))
+
+    def _tables(self) -> Tensor:
+        """``(lanes, query blocks, key blocks)``: which ones are computed."""
+        mask = self.own_part()
+        table = dense(mask.kv_num, mask.kv_indices, int(self.columns))
+        if mask.full_kv_num is not None:
+            table = table | dense(mask.full_kv_num, mask.full_kv_indices, int(self.columns))
+        table = table.any(1)
+        if self.lanes > 1:
+            return table.expand(self.lanes, *table.shape[1:])
+        return table.any(0, keepdim=True)
+
+    def _needs_of_all(self, keys: Ownership):
+        """Every rank tells which key blocks its rows compute."""
+        own = self._tables().any(1).to(torch.uint8)
+        every = own.new_empty((keys.world_size, *own.shape))
+        all_gather_single(
+            every.view(-1), own.contiguous().view(-1), group=resolve_group(self.group_name)
+        )
+        return tuple(
+            tuple(needs_.runs(lane, self.blocks[1], keys) for lane in rank) for rank in every.cpu()
+        )
+
+    def packed_shapes(self, hop: int) -> list[tuple | None]:
+        """Shapes of the tensors of the cut mask."""
+        columns = self.columns if hop < 0 else len(self.window(hop).blocks)
+        batch = max(self.lanes, _part_size(self.kv_num.size(0), self.part[1]))
+        heads = _part_size(self.kv_num.size(1), self.part[3])
+        rows = len(touched(self.queries, self.ring_rank, self.blocks[0]).complete)
+        return packed_shapes(batch, heads, rows, columns, self.full_kv_num is not None)
+
+
+def _part_size(size, part):
+    return part if size > 1 else 1
+
+
+def _flex_cut(*args) -> Tensor:
+    """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
+    *mask, hop = args
+    job = MaskJob(*mask)
+
+    def make() -> Tensor:
+        chosen = None if hop < 0 else job.window(hop)
+        where = job.queries, job.ring_rank, job.blocks[0], int(job.columns)
+        return pack(cut(job.own_part(), *where, chosen, job.local_rows))
+
+    # A copy: what an op returns is the graph's, which may write over it.
+    return _kept.get(job.tensors, (job._key, hop, "cut"), make).clone()
+
+
+def _flex_cut_fake(*args) -> Tensor:
+    *mask, hop = args
+    job = MaskJob(*mask)
+    return job.kv_num.new_empty(packed_size(job.packed_shapes(hop)), dtype=torch.int32)
+
+
+def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
+    """Keys and values side by side in true order, ``(lanes, positions, B / lanes, Hkv, D + Dv)``.
+    See Note [Rows in place]."""
+    *mask, fill, _ = args
+    job = MaskJob(*mask)
+    _check_rows(job, key)
+    exchange = job.exchange(key.device)
+    buffer = _bring_buffer(job, key, value)
+    if fill:
+        buffer.zero_()
+    group = resolve_group(job.group_name) if job.group_name else None
+    exchange.bring(group, key, value, buffer)
+    return buffer
+
+
+def _bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
+    batch, heads, _, dim = key.shape
+    lanes = job.lanes
+    return key.new_empty((lanes, job.key_length, batch // lanes, heads, dim + value.size(3)))
+
+
+def _flex_bring_fake(key, value, *args):
+    return _bring_buffer(MaskJob(*args[:-2]), key, value)
+
+
+def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
+    """dK and dV of this rank's keys, laid out like them, summed over all ranks."""
+    job = MaskJob(*args)
+    _check_rows(job, key)
+    exchange = job.exchange(key.device)
+    lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
+    batch, heads, length, _ = key.shape
+    sums = [
+        x.new_empty((lanes, length, batch // lanes, heads, x.size(3)), dtype=wide)
+        for x in (key, value)
+    ]
+    exchange.bring_back(
+        resolve_group(job.group_name) if job.group_name else None,
+        [rows_of(grad_key, lanes), rows_of(grad_value, lanes)],
+        [total.flatten(2).flatten(0, 1) for total in sums],
+    )
+    grads = torch.empty_like(key), torch.empty_like(value)
+    for grad, total in zip(grads, sums, strict=True):
+        grad.copy_(split_rows(total, [grad.size(3)])[0])
+    return grads
+
+
+def _flex_bring_back_fake(grad_key, grad_value, key, value, *args):
+    return torch.empty_like(key), torch.empty_like(value)
+
+
+def _flex_hop(key: Tensor, value: Tensor, *args) -> Tensor:
+    """Keys and values of the owner at a hop, ``(1, keys of its window, B, Hkv, D + Dv)``."""
+    *mask, hop, fill, _ = args
+    job = MaskJob(*mask)
+    _check_rows(job, key)
+    buffer = _hop_buffer(job, key, value, hop)
+    if fill:
+        buffer.zero_()
+    into = buffer.flatten(2).flatten(0, 1)
+    job.hop(hop, key.device).bring(resolve_group(job.group_name), key, value, into)
+    return buffer
+
+
+def _hop_buffer(job: MaskJob, key: Tensor, value: Tensor, hop: int) -> Tensor:
+    batch, heads, _, dim = key.shape
+    return key.new_empty((1, job.window(hop).length, batch, heads, dim + value.size(3)))
+
+
+def _flex_hop_fake(key, value, *args):
+    return _hop_buffer(MaskJob(*args[:-3]), key, value, args[-3])
+
+
+def _flex_hop_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
+    """What the rank that used this rank's keys at a hop adds to their gradients, wide,
+    ``(1, L, B, Hkv, D)``; takes the gradients of the keys that this rank used."""
+    *mask, hop = args
+    job = MaskJob(*mask)
+    shares = tuple(x.zero_() for x in _hop_shares(key, value))
+    into = [x.flatten(2).flatten(0, 1) for x in shares]
+    group = resolve_group(job.group_name)
+    job.hop(hop, key.device).bring_back(group, [grad_key, grad_value], into)
+    return shares
+
+
+def _hop_shares(*keys: Tensor) -> tuple[Tensor, ...]:
+    return tuple(
+        x.new_empty((1, x.size(2), x.size(0), x.size(1), x.size(3)), dtype=wide_dtype(x.dtype))
+        for x in keys
+    )
+
+
+def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
+    return _hop_shares(key, value)
+
+
+def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor:
+    """True positions of a rank's rows ``(lanes, rows)`` int32; of rank -1, where in the permuted
+    sequence each position lies; of rank -2, the inverse of that."""
+
+    def make() -> Tensor:
+        balancer = from_text(layout)
+        if ring_rank >= 0:
+            order = balancer.positions(ring_rank)
+        else:
+            order = balancer.inverse if ring_rank == -1 else balancer.indices
+        if order.size(0) > 1:
+            order = order[part[0] : part[0] + part[1]]
+        return order.to(like.device, torch.int32)
+
+    key = (layout, ring_rank, tuple(map(int, part)), str(like.device), "order")
+    return _kept.get((), key, make).clone()
+
+
+def _flex_order_fake(like, layout, ring_rank, part, rows):
+    lanes = part[1] if from_text(layout).rows > 1 else 1
+    return like.new_empty((lanes, rows), dtype=torch.int32)
+
+
+def _flex_apart(parts: list[Tensor]) -> list[Tensor]:
+    """Copies in memory of their own."""
+    return [x.clone() for x in parts]
+
+
+def _check_rows(job: MaskJob, key: Tensor) -> None:
+    """A graph that was compiled for another length must not answer."""
+    wanted = job.keys.rows(job.ring_rank)
+    if key.size(2) != wanted:
+        raise ContextParallelError(
+            f"rank {job.ring_rank} of {job.keys.world_size} holds {key.size(2)} keys, where length "
+            f"and layout say {wanted}. Were the DTensors made of uneven shards without their "
+            "global shape, or was the call compiled for another length or layout? Then recompile, "
+            "torch._dynamo.reset()."
+        )
+
+
+for _schema, _kernel, _fake in zip(
+    SCHEMAS,
+    (
+        _flex_cut, _flex_bring, _flex_bring_back, _flex_hop, _flex_hop_back, _flex_order,
+        _flex_apart,
+    ),
+    (
+        _flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_hop_fake,
+        _flex_hop_back_fake, _flex_order_fake, _flex_apart,
+    ),
+    strict=True,
+):  # fmt: skip
+    _name = _schema.split("(")[0]
+    library.define(
+        _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+    )  # they wait for the host
+    for _device in ("CPU", "CUDA"):
+        library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=library)

@@ -1,0 +1,60 @@
+"""Which positions of a sequence each rank holds, and where they lie in its shard."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cp_dispatch.layouts import Span, chunk_spans, from_text
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """One sequence of ``length`` positions over the ranks of ``ring_shape``.
+
+    ``layout`` is the text of a balancer, "" for natural order. A *lane* is a set of batch rows
+    that lie alike: there is one for all, or, in a layout with rows of its own, one for each;
+    ``batch``, the first batch row and their number, says which ones.
+    """
+
+    length: int
+    ring_shape: tuple[int, ...]
+    layout: str = ""
+    batch: tuple[int, int] | None = None
+
+    @functools.cached_property
+    def _spans(self) -> tuple[tuple[tuple[Span, ...], ...], ...]:
+        """``[rank][lane]`` -> spans."""
+        if not self.layout:
+            return tuple((spans,) for spans in chunk_spans(self.length, self.ring_shape))
+        balancer = from_text(self.layout)
+        first, count = self.batch or (0, balancer.rows)
+        lanes = slice(first, first + count)
+        return tuple(balancer.spans(rank)[lanes] for rank in range(balancer.world_size))
+
+    @property
+    def world_size(self) -> int:
+        return len(self._spans)
+
+    @property
+    def lanes(self) -> int:
+        return len(self._spans[0])
+
+    def spans(self, rank: int, lane: int = 0) -> tuple[Span, ...]:
+        """Runs of positions in the order of the shard's rows."""
+        return self._spans[rank][lane]
+
+    def rows(self, rank: int) -> int:
+        """How many positions ``rank`` holds, in every lane."""
+        return sum(span.length for span in self.spans(rank))
+
+
+@functools.lru_cache(maxsize=256)
+def ownership(
+    length: int,
+    ring_shape: tuple[int, ...],
+    layout: str = "",
+    batch: tuple[int, int] | None = None,
+) -> Ownership:
+    """The same object for the same arguments: its spans are made once."""
+    return Ownership(length, ring_shape, layout, batch)

@@ -1,0 +1,104 @@
+"""``flex_attention`` on plain tensors that are this rank's shards, inside ``context_parallel``.
+
+Torch compares the lengths of a block mask with those of the query before the op is called, so in a
+block a mask has this rank's lengths, this rank's rows of blocks and the columns of all keys: what
+``context_parallel`` makes of a ``BlockMask`` among its buffers. The op's plain kernels have a look
+at the block first; a call on shards becomes one on DTensors, differentiably.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.mask_tuple import MaskTuple
+from cp_dispatch.flex.style import as_dtensors, global_lengths
+from cp_dispatch.graph_guards import note_trace
+from cp_dispatch.plain_context import PlainContext
+
+_thread = threading.local()
+
+
+def before(kernel, op, plain_context, enabled):
+    """A kernel of ``op`` that stands before torch's ``kernel`` and sees plain shards.
+
+    ``plain_context()`` is the block that holds here and now, ``enabled`` the scope of options.
+    """
+
+    def flex_attention(query, key, value, *arguments):
+        tensors = query, key, value
+        if any(isinstance(x, DTensor) for x in tensors) or getattr(_thread, "inside", False):
+            return kernel(*tensors, *arguments)
+        if dynamo_traces() is not None:
+            note_trace("the block of context_parallel", plain_context)
+        context = plain_context()
+        if context is None or context.mesh.size() == 1 or any(map(is_fake, tensors)):
+            return kernel(*tensors, *arguments)
+        return _attend(context, op, enabled, tensors, *arguments)
+
+    return flex_attention
+
+
+def _attend(context: PlainContext, op, enabled, tensors, score_mod, block_mask, *rest):
+    if is_tracing():
+        _refuse(
+            "inside torch.compile it does not go over ranks; compile the module with "
+            'ContextParallel(attention_type="flex"), or use DTensors'
+        )
+    if not context.order_is_known:
+        _refuse(
+            "there is no telling in which order the shards lie, without buffers; pass "
+            'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order'
+        )
+    lengths = global_lengths(list(tensors), context.mesh, 2, context.uneven)
+    columns = -(-lengths[1] // int(block_mask[-2]))
+    if MaskTuple(block_mask).lists.kv_indices.shape[3] != columns:
+        _refuse(
+            f"the block mask has {MaskTuple(block_mask).lists.kv_indices.shape[3]} columns of "
+            f"blocks, all {lengths[1]} keys make {columns}; name the BlockMask of the whole "
+            "sequence among the block's buffers"
+        )
+    block_mask = (lengths[0], lengths[1], *block_mask[2:])
+    places = [(i, None) for i in range(3)]
+    wrapped, _ = as_dtensors(places, tensors, {}, context.mesh, 2, lengths)
+    layout = context.layout(lengths[0])
+    with inside(), enabled(schedule=context.schedule, layout=layout):
+        results = op(*wrapped, score_mod, block_mask, *rest)
+    return tuple(x.to_local() for x in results)
+
+
+@contextlib.contextmanager
+def inside():
+    """Local calls of the rules are no calls on shards."""
+    before = getattr(_thread, "inside", False)
+    _thread.inside = True
+    try:
+        yield
+    finally:
+        _thread.inside = before
+
+
+def _refuse(reason: str):
+    raise ContextParallelError(
+        f"flex_attention on plain shards inside context_parallel is refused: {reason}."
+    )
+
+
+def local_form(own: BlockMask, rows: int, keys: int) -> dict:
+    """The fields of a rank's rows of a mask, for a query and keys of this rank's lengths."""
+    return {**vars(own), "seq_lengths": (rows, keys)}
+
+
+@torch.no_grad()
+def swap(mask: BlockMask, fields: dict) -> dict:
+    """Give a mask other fields; returns what it had."""
+    before = dict(vars(mask))
+    vars(mask).clear()
+    vars(mask).update(fields)
+    return before

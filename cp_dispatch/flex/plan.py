@@ -1,0 +1,178 @@
+"""From a FlexAttention call to a plan: who handles it and how, or every reason why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import Shard
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.flex.hops import MAX_RUNS, fits
+from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.flex.refusal import refusals
+from cp_dispatch.layouts import Balancer, Span
+from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.options import Options
+
+_RINGS = ("ring", "natural_ring", "mirrored_ring")
+_WHY = {
+    "exchange": "only keys that some row of a rank computes are sent to it, or all to all where "
+    "most are needed",
+    "gather": "all keys are sent to all ranks",
+    "ring": "one kernel call for each owner of keys, merged by their logsumexp",
+}
+
+
+@dataclass(frozen=True)
+class FlexPlan:
+    """What happens to one call of ``flex_attention``.
+
+    Attributes:
+        handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
+        schedule: ``"exchange"``, ranks send each other the keys that their rows compute;
+            ``"gather"``, all keys to all ranks; ``"ring"``, as an exchange, but with one owner's
+            keys at a time; ``"replicated_keys"``, each rank has all keys;
+            ``"local"``, the sequence is not sharded.
+        layout: in which order the shards lie, None for natural order.
+        mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
+        query_length, key_length: global lengths in positions.
+        key_row_bytes: bytes that one position of key and value takes on a rank.
+        reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
+        rows_sent: key rows that each rank sends in a forward, where the block mask was looked at
+            (:func:`explain_flex`).
+        call: the call in words.
+    """
+
+    handler: str
+    schedule: str | None = None
+    layout: Balancer | None = None
+    mesh_dims: tuple[int, ...] = ()
+    ring_shape: tuple[int, ...] = ()
+    query_length: int = 0
+    key_length: int = 0
+    key_row_bytes: int = 0
+    reasons: tuple[str, ...] = ()
+    rows_sent: tuple[int, ...] | None = None
+    call: str = field(default="", compare=False)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the sequence."""
+        return math.prod(self.ring_shape)
+
+    def bytes_sent(self, rank: int) -> int | None:
+        """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
+        again, and gives back the gradients of what it got. None without a look at the mask."""
+        return None if self.rows_sent is None else self.rows_sent[rank] * self.key_row_bytes
+
+    @property
+    def extra_bytes(self) -> tuple[int, int]:
+        """Extra memory of a forward and of a backward beside inputs and results: keys and values
+        of all positions, and in a backward their gradients. In a ring, of one rank: what is there
+        and what comes; in a backward also what goes, and sums in float32."""
+        if self.schedule not in _WHY or self.world_size == 1:
+            return 0, 0
+        size = self.key_length * self.key_row_bytes
+        if self.schedule == "ring":
+            shard = -(-self.key_length // self.world_size) * self.key_row_bytes
+            return 2 * shard, 6 * shard
+        return size, 2 * size
+
+    def error(self) -> ContextParallelError:
+        return ContextParallelError(str(self))
+
+    def __str__(self) -> str:
+        given = "\n".join("    " + line for line in self.call.splitlines())
+        why = [f"  - {reason}" for reason in self.reasons]
+        if self.handler == "refused":
+            head = "cp_dispatch does not support this flex_attention call."
+            return "\n".join([head, "  given:", given, "  refused because:", *why])
+        if self.handler == "stock":
+            return "\n".join(["handled by torch as it is", given, *why])
+        lines = [
+            f"handled by cp_dispatch: flex_attention, {self.schedule} over {self.world_size} ranks"
+        ]
+        if self.layout is not None:
+            lines.append(f"  in the layout of {self.layout.explain().splitlines()[0]}")
+        lines.append(given)
+        mib = 2**20
+        if self.rows_sent is not None:
+            lines += [
+                f"  rank {rank:4d} sends {rows:7d} rows of keys, "
+                f"{rows * self.key_row_bytes / mib:.3f} MiB forward"
+                for rank, rows in enumerate(self.rows_sent)
+            ]
+        forward, backward = (size / mib for size in self.extra_bytes)
+        lines.append(f"  extra memory: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
+        return "\n".join([*lines, *why])
+
+
+def make_plan(options: Options, call: FlexCall) -> FlexPlan:
+    """Decide about a call that involves a DTensor; looks at no data."""
+    reasons = refusals(call, options.layout)
+    if reasons:
+        return FlexPlan("refused", reasons=tuple(reasons), call=call.describe())
+    query, key = call.query, call.key
+    mesh = query.device_mesh
+    ring = tuple(sharded_dims(query, 2))
+    if not ring:
+        schedule, why = "local", "the sequence is not sharded"
+    elif Shard(2) not in key.placements:
+        schedule, why = "replicated_keys", "each rank has all keys"
+    else:
+        schedule, why = _moving(options, call, ring)
+    return FlexPlan(
+        "cp_dispatch",
+        schedule,
+        options.layout if ring else None,
+        ring,
+        tuple(map(mesh.size, ring)),
+        query.shape[2],
+        key.shape[2],
+        _key_row_bytes(call),
+        (why,),
+    )
+
+
+def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[str, str]:
+    """The schedule of a call whose keys are sharded, and why."""
+    if options.schedule == "gather":
+        return "gather", _WHY["gather"]
+    if options.schedule not in _RINGS:
+        return "exchange", _WHY["exchange"]
+    mesh = call.query.device_mesh
+    shape = tuple(map(mesh.size, ring))
+    layout = "" if options.layout is None else options.layout.text
+    lengths = int(call.query.shape[2]), int(call.key.shape[2])
+    if not all(fits(ownership(length, shape, layout)) for length in lengths):
+        why = f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
+        return "exchange", f"{why}; {_WHY['exchange']}"
+    if not all(_everyone_has_some(call.query, dim) for dim in (0, 1)):
+        return "exchange", f"no ring, for some rank has no batch row or head; {_WHY['exchange']}"
+    return "ring", _WHY["ring"]
+
+
+def _everyone_has_some(query, tensor_dim: int) -> bool:
+    span = Span(0, int(query.shape[tensor_dim]))
+    for mesh_dim in sharded_dims(query, tensor_dim):
+        span = chunk(span, query.device_mesh.size(mesh_dim))[-1]
+    return span.length > 0
+
+
+def _key_row_bytes(call: FlexCall) -> int:
+    batch, heads, _, dim = global_shape(call.key)
+    value_dim = int(call.value.shape[3])
+    for tensor_dim, size in ((0, batch), (1, heads)):
+        ranks = math.prod(call.key.device_mesh.size(i) for i in sharded_dims(call.key, tensor_dim))
+        if tensor_dim == 0:
+            batch = -(-size // ranks)
+        else:
+            heads = -(-size // ranks)
+    return batch * heads * (dim + value_dim) * call.key.dtype.itemsize
+
+
+def in_words(plan: FlexPlan, call: FlexCall) -> FlexPlan:
+    return dataclasses.replace(plan, call=call.describe())

@@ -1,0 +1,186 @@
+"""Every reason to refuse a FlexAttention call, each with what to do instead.
+
+As in :mod:`cp_dispatch.refusal` the checks look at what all ranks share, so that all refuse alike.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.layouts import Balancer, chunk_spans
+from cp_dispatch.refusal import ascends, form_refusals, label
+
+SEQUENCE = Shard(2)
+
+
+def refusals(call: FlexCall, layout: Balancer | None) -> list[str]:
+    """All reasons why the call is not supported; none if it is."""
+    reasons = form_refusals(call)
+    if reasons:
+        return reasons
+    reasons = [*_placement_refusals(call), *_shape_refusals(call), *_mask_refusals(call)]
+    reasons += [r for name, x in call.captured.items() for r in _captured_refusals(call, name, x)]
+    ring = sharded_dims(call.query, 2)
+    if ring and not ascends(call.query.device_mesh, ring):
+        reasons.append(
+            f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
+            "mesh with ascending ranks"
+        )
+    if layout is not None and not reasons:
+        reasons = _layout_refusals(call, layout, ring)
+    return reasons
+
+
+def _placement_refusals(call: FlexCall) -> list[str]:
+    reasons = []
+    query, mesh = call.query, call.query.device_mesh
+    for dim, wanted in enumerate(query.placements):
+        where = label(query, dim)
+        if type(wanted) not in (Shard, Replicate) or getattr(wanted, "dim", 0) > 2:
+            reasons.append(
+                f"query is {wanted} on {where}; supported are Shard(0), Shard(1), Shard(2) and "
+                "Replicate()"
+            )
+            continue
+        for name in ("key", "value"):
+            placement = getattr(call, name).placements[dim]
+            if placement == wanted or (wanted == SEQUENCE and placement == Replicate()):
+                continue
+            also = " or Replicate()" if wanted == SEQUENCE else ""
+            reasons.append(
+                f"{name} is {placement} on {where} where query is {wanted}; redistribute it to "
+                f"{wanted}{also}"
+            )
+        if call.key.placements[dim] != call.value.placements[dim]:
+            reasons.append(
+                f"key is {call.key.placements[dim]} on {where}, value "
+                f"{call.value.placements[dim]}; place them alike"
+            )
+    kinds = {call.key.placements[dim] == SEQUENCE for dim in sharded_dims(query, 2)}
+    if len(kinds) > 1:
+        reasons.append(
+            f"key is sharded along the sequence on some of the mesh dims that share the query's, "
+            f"{call.key.placements} beside {query.placements}; place key and value like the query"
+        )
+    if call.query.shape[1] != call.key.shape[1]:
+        ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
+        for name in ("query", "key"):
+            heads = getattr(call, name).shape[1]
+            if heads % ranks:
+                reasons.append(
+                    f"{name}'s {heads} heads do not divide over the {ranks} ranks that share "
+                    "heads, which grouped heads need; use fewer ranks for heads"
+                )
+    return reasons
+
+
+def _shape_refusals(call: FlexCall) -> list[str]:
+    reasons = []
+    query, key, value = (global_shape(x) for x in call.tensors.values())
+    if key[:3] != value[:3]:
+        reasons.append(f"key and value must agree in all but the last dim, got {key} and {value}")
+    if query[0] != key[0] and sharded_dims(call.query, 0):
+        reasons.append(
+            f"query has {query[0]} batch rows, key {key[0]}, and the batch is sharded; expand key "
+            "and value to the query's"
+        )
+    return reasons
+
+
+def _mask_refusals(call: FlexCall) -> list[str]:
+    tensors = [x for x in call.mask.lists if x is not None]
+    if any(isinstance(x, DTensor) for x in tensors):
+        return [
+            "block_mask holds DTensors; make it of plain tensors, the same on every rank "
+            "(create_block_mask outside of DTensors), or with cp_dispatch.create_cp_block_mask"
+        ]
+    reasons = []
+    batch, heads = call.query.shape[:2]
+    given = tuple(call.mask.lists.kv_num.shape[:2])
+    if given[0] not in (1, batch) or given[1] not in (1, heads):
+        reasons.append(
+            f"block_mask is for {given[0]} batch rows and {given[1]} heads, query has {batch} and "
+            f"{heads} in all; make it for these numbers, or for 1 (None)"
+        )
+    return reasons
+
+
+def _captured_refusals(call: FlexCall, name: str, x: torch.Tensor) -> list[str]:
+    if not isinstance(x, DTensor):
+        return []
+    reasons = []
+    if x.device_mesh != call.query.device_mesh:
+        reasons.append(f"{name} is on {x.device_mesh}, query on {call.query.device_mesh}")
+    if not all(type(p) in (Shard, Replicate, Partial) for p in x.placements):
+        reasons.append(
+            f"{name} is placed {x.placements}; supported are Shard(dim), Replicate() and Partial()"
+        )
+    return reasons
+
+
+def _layout_refusals(call: FlexCall, layout: Balancer, ring: list[int]) -> list[str]:
+    if layout.world_size == 1 or not ring:
+        return []
+    mesh = call.query.device_mesh
+    shape = tuple(map(mesh.size, ring))
+    named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
+    other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
+    if math.prod(shape) != layout.world_size:
+        return [f"{math.prod(shape)} ranks share the sequence, the layout is {named}"]
+    reasons = []
+    lengths = {"query": call.query.shape[2]}
+    if SEQUENCE in call.key.placements:
+        lengths["key and value"] = call.key.shape[2]
+    for name, length in lengths.items():
+        if length != layout.seq_len:
+            reasons.append(
+                f"{name} of length {length} is sharded, the layout is {named}; {other} (or was the "
+                "DTensor made of uneven shards without its global shape and stride?)"
+            )
+    if not reasons:
+        natural = ownership(layout.seq_len, shape)
+        rows = tuple(map(natural.rows, range(natural.world_size)))
+        if rows != layout.shard_lengths:
+            reasons.append(
+                f"sharding over mesh dims of sizes {list(shape)} gives the ranks {rows} positions, "
+                f"the layout {layout.shard_lengths}; use a length that they divide"
+            )
+    if layout.rows > 1 and not call.query.shape[0] == call.key.shape[0] == layout.rows:
+        reasons.append(
+            f"query and key have {call.query.shape[0]} and {call.key.shape[0]} batch rows, the "
+            f"layout has a row of its own for each of {layout.rows}"
+        )
+    for name, x in call.captured.items():
+        reasons += _order_refusals(name, x, layout, ring, named)
+    return reasons
+
+
+def _order_refusals(name, x, layout: Balancer, ring: list[int], named: str) -> list[str]:
+    """A captured tensor that is sharded like the sequence lies in the layout."""
+    if not isinstance(x, DTensor):
+        return []
+    dims = {p.dim for i, p in enumerate(x.placements) if i in ring and isinstance(p, Shard)}
+    fits = all(x.shape[dim] == layout.seq_len for dim in dims) and len(dims) <= 1
+    own_rows = layout.rows == 1 or (0 not in dims and x.shape[0] == layout.rows)
+    if not dims or (fits and own_rows and _even(x, dims, layout)):
+        return []
+    return [
+        f"{name}, {list(x.shape)} placed {x.placements}, is sharded over the ranks that share the "
+        f"sequence, so it should lie in the layout, {named}, and it cannot; replicate it, in true "
+        "order"
+    ]
+
+
+def _even(x: DTensor, dims, layout: Balancer) -> bool:
+    shape = [
+        x.device_mesh.size(i)
+        for i, p in enumerate(x.placements)
+        if isinstance(p, Shard) and p.dim in dims
+    ]
+    spans = chunk_spans(layout.seq_len, tuple(shape))
+    return tuple(sum(s.length for s in own) for own in spans) == layout.shard_lengths

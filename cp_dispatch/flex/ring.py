@@ -1,0 +1,102 @@
+"""The ring schedule: one kernel call for each owner of keys, merged by their logsumexp.
+
+Holds one window of keys at a time. Keys come straight from their owner at each hop, and gradients
+go straight back, so nothing travels further than it must. Hops at which no rank computes anything
+are left out in eager mode; in a graph, which does not know, their collectives are, and the kernels
+find empty lists of blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.flex.exchange import split_rows
+from cp_dispatch.flex.local import LocalFlex, apart
+from cp_dispatch.flex.ops import MaskJob
+
+_OPS = torch.ops.cp_dispatch
+
+
+def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Tensor, ...]:
+    """Output in the query's dtype, logsumexp and maximum, both in base 2, of this rank's rows."""
+    query = local_tensor(local.call.query)
+    # Hops are merged by it, whether or not the caller wants to see it.
+    kernel_options = kernel_options | {"OUTPUT_LOGSUMEXP": True}
+    merged = None
+    for hop, (key, value) in _hops(local, backward=False):
+        place = local.place_at(hop)
+        mask = local.mask(place.mask_mod(local.call.mask.mask_mod), hop)
+        part = op(
+            query, key, value, place.score_mod(score_mod), mask, scale, kernel_options,
+            *local.buffers(),
+        )  # fmt: skip
+        merged = part if merged is None else merge(merged, part)
+    out, logsumexp, maximum = merged
+    return out.to(query.dtype), logsumexp, maximum
+
+
+def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Two partial results as one, the output wide: :func:`cp_dispatch.merge.merge_eager` in base 2
+    and without writing into anything, for graphs."""
+    (out_a, lse_a, max_a), (out_b, lse_b, max_b) = a, b
+    top = torch.maximum(lse_a, lse_b)
+    # Where both saw nothing, any finite number does.
+    safe = torch.where(top == -torch.inf, torch.zeros_like(top), top)
+    weight_a, weight_b = torch.exp2(lse_a - safe), torch.exp2(lse_b - safe)
+    total = weight_a + weight_b
+    logsumexp = safe + torch.log2(total)
+    share = torch.where(total == 0, torch.ones_like(total), total)
+    wide = wide_dtype(out_b.dtype)
+    parts = (
+        torch.where((w == 0).unsqueeze(-1), 0.0, (w / share).unsqueeze(-1) * out.to(wide))
+        for out, w in ((out_a, weight_a), (out_b, weight_b))
+    )
+    return sum(parts), logsumexp, torch.maximum(max_a, max_b)
+
+
+def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kernel_options):
+    """dQ, dK and dV of this rank's rows, and its share of the gradients of captured tensors."""
+    query, key, value = (local_tensor(x) for x in local.call.tensors.values())
+    sums: list[Tensor] | None = None
+    of_buffers: list[Tensor | None] | None = None
+    for hop, (window_key, window_value) in _hops(local, backward=True):
+        place = local.place_at(hop)
+        mask = local.mask(place.mask_mod(local.call.mask.mask_mod), hop)
+        grad_query, *grads, captured = op(
+            query, window_key, window_value, *results, place.score_mod(score_mod),
+            None if joint_graph is None else place.joint_graph(joint_graph),
+            mask, scale, kernel_options, *local.buffers(),
+        )  # fmt: skip
+        shares = _OPS.flex_hop_back(*grads, key, value, *local.mask_arguments, hop)
+        parts = [grad_query.to(wide_dtype(query.dtype)), *shares]
+        sums = parts if sums is None else [a + b for a, b in zip(sums, parts, strict=True)]
+        wide = [x if x is None else x.to(wide_dtype(x.dtype)) for x in captured]
+        if of_buffers is None:
+            of_buffers = wide
+        else:
+            of_buffers = [_plus(a, b) for a, b in zip(of_buffers, wide, strict=True)]
+    grad_query, grad_key, grad_value = sums
+    (grad_key,), (grad_value,) = (split_rows(x, [x.size(4)]) for x in (grad_key, grad_value))
+    return (
+        grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), of_buffers
+    )  # fmt: skip
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
+
+
+def _hops(local: LocalFlex, backward: bool):
+    """``(hop, (keys, values))`` of every hop at which there is something to compute, or, where that
+    is not known, may be; at least the first."""
+    key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
+    fill = not (key.device.type == "cuda" and compiles_for_inductor())
+    job = None if is_tracing() else MaskJob(*local.mask_arguments)
+    for hop in range(local.plan.world_size):
+        if hop and job is not None and job.hop(hop, key.device).is_idle:
+            continue
+        buffer = _OPS.flex_hop(key, value, *local.mask_arguments, hop, fill, backward)
+        yield hop, apart(split_rows(buffer, [key.shape[3], value.shape[3]]))

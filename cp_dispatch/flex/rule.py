@@ -1,0 +1,214 @@
+"""``flex_attention`` on DTensors: the rules of the higher-order op and of its backward.
+
+Note [Where the rules stand]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``flex_attention`` checks its arguments, has dynamo trace the mods into graphs, with all tensors
+that they capture as arguments, and calls the higher-order op with DTensors. Torch's autograd kernel
+of the op comes first: its ``autograd.Function`` saves DTensors and calls the op below autograd, and
+in the backward ``flex_attention_backward``. Both then reach the rules of their first subclass
+argument, ours, in eager mode and, since the modes of traces step back for subclasses, in the same
+way in a trace, where the local tensors are those of the graph. So a rule needs no autograd of its
+own; it brings keys, calls the op again on local tensors, and wraps what comes out.
+
+A backward may run in another thread, or after the block in which its forward ran, so it must not
+ask what is enabled. Of all that torch hands from the forward to the backward, ``kernel_options`` is
+a dict of that call alone: the forward leaves its options there (:mod:`cp_dispatch.flex.remember`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing, local_tensor
+from cp_dispatch.agreement import debug_is_on
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.flex import captured, ring
+from cp_dispatch.flex import ops as _ops  # noqa: F401  defines the ops
+from cp_dispatch.flex.agreement import check_flex_agreement
+from cp_dispatch.flex.call import FlexCall
+from cp_dispatch.flex.local import LocalFlex, wrap
+from cp_dispatch.flex.mask_tuple import MaskTuple
+from cp_dispatch.flex.plain import inside
+from cp_dispatch.flex.plan import in_words, make_plan
+from cp_dispatch.flex.remember import remember, remembered, users
+from cp_dispatch.graph_guards import note_trace
+
+FORWARD = torch.ops.higher_order.flex_attention
+BACKWARD = torch.ops.higher_order.flex_attention_backward
+
+
+def rules(current_options):
+    """The rules of both ops, under the options that ``current_options()`` says at a call; None
+    leaves the call to torch."""
+
+    def options_now():
+        if dynamo_traces() is not None:
+            note_trace("options of cp_dispatch", current_options)
+        return current_options()
+
+    def flex_attention(
+        query, key, value, score_mod, block_mask, scale, kernel_options,
+        score_mod_other_buffers=(), mask_mod_other_buffers=(),
+    ):  # fmt: skip
+        options = options_now()
+        if options is None:
+            return NotImplemented
+        call = FlexCall(
+            query, key, value, MaskTuple(block_mask), score_mod_other_buffers,
+            mask_mod_other_buffers,
+        )  # fmt: skip
+        with inside():
+            results = forward(options, call, score_mod, scale, users(kernel_options))
+        remember(kernel_options, options)
+        return results
+
+    def flex_attention_backward(
+        query, key, value, out, logsumexp, grad_out, grad_logsumexp, fw_graph, joint_graph,
+        block_mask, scale, kernel_options, score_mod_other_buffers=(), mask_mod_other_buffers=(),
+    ):  # fmt: skip
+        options = remembered(kernel_options) or options_now()
+        if options is None:
+            return NotImplemented
+        call = FlexCall(
+            query, key, value, MaskTuple(block_mask), score_mod_other_buffers,
+            mask_mod_other_buffers,
+        )  # fmt: skip
+        return backward(
+            options, call, (out, logsumexp, grad_out, grad_logsumexp), fw_graph, joint_graph,
+            scale, users(kernel_options),
+        )  # fmt: skip
+
+    return flex_attention, flex_attention_backward
+
+
+@torch.no_grad()
+def forward(options, call: FlexCall, score_mod, scale, kernel_options):
+    """Output ``(B, H, Sq, Dv)``, logsumexp and maximum ``(B, H, Sq)`` as DTensors placed like the
+    query.
+
+    Raises:
+        ContextParallelError: the call is not supported; nothing was computed.
+    """
+    if _is_dynamos_look(call):
+        # Refusals wait for the call itself, which raises them as they are. But the keys of torch's
+        # caches are made next, and must tell ranks apart.
+        plan = make_plan(options, call)
+        if plan.handler != "refused":
+            LocalFlex(call, plan).note_trace(options)
+        return tuple(wrap(x, call.query) for x in _outlines(call))
+    local = _local(options, call)
+    if local.rings and _in_base_two(kernel_options):
+        results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)
+        return tuple(wrap(x, call.query) for x in results)
+    key, value = local.keys(backward=False)
+    query = local_tensor(call.query)
+    if local.is_empty:
+        return tuple(wrap(x, call.query) for x in _outlines(call))
+    place = local.place
+    mask = local.mask(place.mask_mod(call.mask.mask_mod))
+    results = FORWARD(
+        query, key, value, place.score_mod(score_mod), mask, scale, kernel_options,
+        *local.buffers(),
+    )  # fmt: skip
+    return tuple(wrap(x, call.query) for x in results)
+
+
+@torch.no_grad()
+def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, kernel_options):
+    """dQ, dK, dV and the gradients of what ``score_mod`` captures, placed like what they are
+    gradients of."""
+    local = _local(options, call)
+    out, logsumexp, grad_out, grad_logsumexp = results
+    results = (
+        local_tensor(out), local_tensor(logsumexp), _placed_like_query(grad_out, call.query),
+        _placed_like_query(grad_logsumexp, call.query),
+    )  # fmt: skip
+    if local.rings and _in_base_two(kernel_options):
+        grad_query, grad_key, grad_value, of_buffers = ring.backward(
+            local, BACKWARD, results, score_mod, joint_graph, scale, kernel_options
+        )
+    else:
+        grad_query, *grads, of_buffers = _backward_of_all(
+            local, results, score_mod, joint_graph, scale, kernel_options
+        )
+        grad_key, grad_value = local.key_gradients(*grads)
+    return (
+        wrap(grad_query, call.query),
+        _key_gradient(grad_key, call.key, local),
+        _key_gradient(grad_value, call.value, local),
+        tuple(
+            captured.gradient(grad, buffer, call.query, local.plan, local.part)
+            for grad, buffer in zip(of_buffers, call.score_buffers, strict=False)
+        ),
+    )
+
+
+def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, kernel_options):
+    """dQ, dK and dV of all keys, and gradients of captured tensors, from this rank's rows."""
+    key, value = local.keys(backward=True)
+    query, buffers = local_tensor(local.call.query), local.buffers()
+    if local.is_empty:
+        grads = (torch.zeros_like(x) for x in (query, key, value))
+        return *grads, [_zeros(x) for x in buffers[0]]
+    place = local.place
+    return BACKWARD(
+        query, key, value, *results, place.score_mod(score_mod),
+        None if joint_graph is None else place.joint_graph(joint_graph),
+        local.mask(place.mask_mod(local.call.mask.mask_mod)), scale, kernel_options, *buffers,
+    )  # fmt: skip
+
+
+def _in_base_two(kernel_options: dict) -> bool:
+    """Whether the logsumexp is in base 2, as a ring takes it; one of torch's kernels differs."""
+    return kernel_options.get("BACKEND") != "FLASH"
+
+
+def _local(options, call: FlexCall) -> LocalFlex:
+    if debug_is_on():
+        check_flex_agreement(options, call)
+    plan = make_plan(options, call)
+    if plan.handler == "refused":
+        raise in_words(plan, call).error()
+    local = LocalFlex(call, plan)
+    if is_tracing():
+        local.note_trace(options)
+        for x in call.tensors.values():
+            int(local_tensor(x).shape[2])  # a guard that holds; one on a DTensor's length may not
+    return local
+
+
+def _is_dynamos_look(call: FlexCall) -> bool:
+    """Whether dynamo asks for shapes alone, before there is a graph."""
+    return isinstance(call.query, DTensor) and is_fake(local_tensor(call.query))
+
+
+def _outlines(call: FlexCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros in the shapes of this rank's results."""
+    query = local_tensor(call.query)
+    shape = query.shape[:3]
+    stats = torch.float64 if query.dtype is torch.float64 else torch.float32
+    out = query.new_zeros((*shape, call.value.shape[3]))
+    return out, query.new_zeros(shape, dtype=stats), query.new_zeros(shape, dtype=stats)
+
+
+def _placed_like_query(grad, query: DTensor) -> Tensor | None:
+    if grad is None or not isinstance(grad, DTensor):
+        return grad
+    if grad.placements != query.placements:
+        grad = grad.redistribute(placements=query.placements)
+    return local_tensor(grad)
+
+
+def _key_gradient(grad: Tensor, like: DTensor, local: LocalFlex) -> DTensor:
+    if not local.key_shares:
+        return wrap(grad, like)
+    shares = [Partial() if i in local.plan.mesh_dims else p for i, p in enumerate(like.placements)]
+    wide = wrap(grad.to(wide_dtype(grad.dtype)), like, shares)
+    return wide.redistribute(placements=like.placements).to(grad.dtype)
+
+
+def _zeros(buffer) -> Tensor | None:
+    needs = isinstance(buffer, Tensor) and buffer.is_floating_point()
+    return torch.zeros_like(buffer) if needs else None

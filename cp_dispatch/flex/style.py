@@ -1,0 +1,98 @@
+"""Inputs of a module around ``flex_attention``: plain shards to DTensors, and its outputs back."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_dispatch._compat import all_gather_single
+from cp_dispatch.errors import ContextParallelError
+
+_NAMES = ("query", "key", "value")
+
+
+def find_inputs(module: nn.Module, args: tuple, kwargs: dict) -> list[tuple]:
+    """Where query, key and value are: ``(position, None)`` or ``(None, keyword)``.
+
+    By the names of ``forward``, ``query``, ``key``, ``value`` or ``q``, ``k``, ``v``; where it has
+    no such ones, they are the first three tensors.
+    """
+    places = [*((i, None) for i in range(len(args))), *((None, name) for name in kwargs)]
+    names = list(inspect.signature(module.forward).parameters)
+
+    def name_of(place):
+        at, keyword = place
+        return keyword if at is None else (names[at] if at < len(names) else None)
+
+    for wanted in (_NAMES, ("q", "k", "v")):
+        found = {name_of(place): place for place in places if name_of(place) in wanted}
+        if len(found) == 3:
+            return [found[name] for name in wanted]
+    tensors = [p for p in places if isinstance(value_at(p, args, kwargs), torch.Tensor)]
+    if len(tensors) < 3:
+        raise ContextParallelError(
+            "ContextParallel(attention_type='flex') is for a module that takes query, key and "
+            f"value, as arguments of these names or as its first three tensors; "
+            f"{type(module).__name__} got {len(tensors)} tensors"
+        )
+    return tensors[:3]
+
+
+def value_at(place: tuple, args, kwargs):
+    at, keyword = place
+    return args[at] if keyword is None else kwargs[keyword]
+
+
+def lengths_of_masks(args: tuple, kwargs: dict) -> list[int]:
+    """Global lengths that block masks among the arguments tell."""
+    masks = [x for x in (*args, *kwargs.values()) if isinstance(x, BlockMask)]
+    return [length for mask in masks for length in mask.seq_lengths]
+
+
+def as_dtensors(places, args: tuple, kwargs: dict, mesh: DeviceMesh, seq_dim: int, lengths):
+    """The same arguments with plain shards at ``places`` as DTensors of these global lengths."""
+    args, kwargs = list(args), dict(kwargs)
+    for place, length in zip(places, lengths, strict=True):
+        x = value_at(place, args, kwargs)
+        if not isinstance(x, DTensor):
+            shape = list(x.shape)
+            shape[seq_dim] = length
+            # Its memory order, with the global sizes.
+            order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+            stride, step = [0] * x.ndim, 1
+            for dim in reversed(order):
+                stride[dim] = step
+                step *= shape[dim]
+            x = DTensor.from_local(
+                x, mesh, [Shard(seq_dim % x.ndim)], run_check=False,
+                shape=torch.Size(shape), stride=tuple(stride),
+            )  # fmt: skip
+        at, keyword = place
+        if keyword is None:
+            args[at] = x
+        else:
+            kwargs[keyword] = x
+    return tuple(args), kwargs
+
+
+def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, uneven: bool):
+    """Lengths of the sequences that these are shards of; of uneven ones ranks tell each other."""
+    own = [x.shape[seq_dim] for x in given]
+    if not uneven:
+        return [
+            x.shape[seq_dim] if isinstance(x, DTensor) else length * mesh.size()
+            for x, length in zip(given, own, strict=True)
+        ]
+    local = [0 if isinstance(x, DTensor) else n for x, n in zip(given, own, strict=True)]
+    sent = torch.tensor(local, dtype=torch.int64, device=mesh.device_type)
+    received = sent.new_empty(mesh.size() * len(own))
+    all_gather_single(received, sent, group=mesh.get_group())
+    sums = received.view(mesh.size(), -1).sum(0).tolist()
+    return [
+        n if isinstance(x, DTensor) else total for x, n, total in zip(given, own, sums, strict=True)
+    ]

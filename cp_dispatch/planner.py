@@ -1,0 +1,96 @@
+"""The schedule of a call by predicted time, where its kind of GPU has been measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from cp_dispatch.costs import Constants, Links, Prediction, constants_of, kind_of, predict
+from cp_dispatch.settle import COSTS, settle
+
+if TYPE_CHECKING:
+    from cp_dispatch.plan import Plan
+
+# What "auto" chooses from; of what is as fast, the first.
+WISHES = ("ring", "gather", "ulysses", "hybrid")
+
+
+def constants_here(device_type: str) -> Constants | None:
+    """The constants of this rank's kind of GPU. Ranks of one group are of one kind, as they must
+    be for torch's choice of a kernel too; ``CP_DISPATCH_DEBUG=1`` checks."""
+    if device_type != "cuda":
+        return None
+    return constants_of(kind_of(torch.cuda.get_device_name()))
+
+
+def choose(
+    plan: Plan,
+    wish: str,
+    device_type: str,
+    masked: bool,
+    own_rows: bool,
+    constants: Constants | None,
+    training: bool,
+) -> Plan:
+    """The plan of a ring's call with its schedule: by wish; for "auto" by the least predicted time
+    among those that are affordable; without constants, or with a mask, by :func:`settle`'s rules.
+
+    ``training`` counts the backward too. Symbolic lengths are not predicted: it would guard them.
+    """
+    settled = settle(plan, wish, device_type, masked, own_rows)
+    if wish != "auto" or constants is None or masked or plan.world_size == 1:
+        return settled
+    if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
+        return settled
+    found = [
+        (candidate, prediction)
+        for candidate, prediction in alternatives(plan, device_type, own_rows, constants)
+        if _is_affordable(candidate, settle(plan, "ring", device_type), device_type)
+    ]
+    if not found:
+        return settled
+    best, prediction = min(found, key=lambda x: _seconds(x[1], training))
+    words = f"predicted {prediction.forward * 1e3:.3g} ms forward"
+    if training:
+        words += f", {prediction.backward * 1e3:.3g} ms backward"
+    reason = f"{words}: the least of {len(found)} schedules"
+    return dataclasses.replace(best, reasons=(*best.reasons, reason))
+
+
+def alternatives(
+    plan: Plan, device_type: str, own_rows: bool, constants: Constants, links: Links | None = None
+) -> list[tuple[Plan, Prediction]]:
+    """Every schedule that the plan of a ring's call can have, with its predicted time."""
+    found: dict[str, tuple[Plan, Prediction]] = {}
+    for wish in ("natural_ring", "mirrored_ring", *WISHES):
+        candidate = settle(plan, wish, device_type, own_rows=own_rows)
+        if candidate.op_schedule not in found:
+            prediction = predict(candidate, constants, links)
+            if prediction is not None:
+                found[candidate.op_schedule] = candidate, prediction
+    return list(found.values())
+
+
+def with_predictions(plan: Plan, device_type: str, own_rows: bool) -> Plan:
+    """A settled plan with the predicted time of every schedule, for people."""
+    constants = constants_here(device_type)
+    if constants is None or plan.world_size == 1 or not plan.can_choose:
+        return plan
+    ring = dataclasses.replace(plan, schedule="ring", head_ranks=1, across="", reasons=())
+    found = alternatives(ring, device_type, own_rows, constants)
+    return dataclasses.replace(
+        plan, predictions=tuple((x.op_schedule, *prediction) for x, prediction in found)
+    )
+
+
+def _seconds(prediction: Prediction, training: bool) -> float:
+    return prediction.forward + (prediction.backward if training else 0.0)
+
+
+def _is_affordable(plan: Plan, ring: Plan, device_type: str) -> bool:
+    """Whether a schedule holds no more beside a ring's buffers than a gather may."""
+    more = max(x - y for x, y in zip(plan.extra_bytes(), ring.extra_bytes(), strict=True))
+    gathered = plan.key_row_bytes * plan.key_length if "gather" in plan.schedule else 0
+    return max(more, gathered) <= COSTS[device_type].gather_bytes

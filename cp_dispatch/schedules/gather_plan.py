@@ -1,0 +1,128 @@
+"""What a rank computes when the keys of all ranks are gathered, and whose gradients that gives."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from cp_dispatch.layouts import Geometry, Span, Tile
+from cp_dispatch.layouts.tiles import cut, tiles
+
+
+def fits(geometry) -> bool:
+    """Whether the keys of every rank are as many, and one piece of consecutive positions or two of
+    one length; where nothing is masked by position any keys are one piece."""
+    if not isinstance(geometry, Geometry):
+        return False
+    lengths = {geometry.key_length(rank) for rank in range(geometry.world_size)}
+    return len(lengths) == 1 and min(lengths) > 0 and _pieces(geometry) <= 2
+
+
+def _pieces(geometry: Geometry) -> int:
+    if not geometry.causal:
+        return 1
+    size = math.gcd(*(span.length for own in geometry.key_spans for span in own))
+    return geometry.key_length(0) // size
+
+
+class Plan(NamedTuple):
+    """What a rank computes: with its own keys, and with all of them as gathered; and in how many
+    pieces, last one first, each rank's keys are gathered."""
+
+    own: tuple[Tile, ...]
+    rest: tuple[Tile, ...]
+    pieces: int
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(geometry: Geometry, rank: int) -> Plan:
+    """The tiles of a rank, those that its own keys suffice for apart."""
+    world_size = geometry.world_size
+    length = geometry.key_length(0)
+    queries = geometry.query_spans[rank]
+    if not geometry.causal:
+        spans = sum(geometry.key_spans, ())
+        (whole,) = tiles(queries, spans, False, 0) or (None,)
+        if whole is None:
+            return Plan((), (), 1)
+        own = _of_keys(whole, spans, rank * length, length)
+        before = _of_keys(whole, spans, 0, rank * length)
+        after = _of_keys(whole, spans, (rank + 1) * length, (world_size - 1 - rank) * length)
+        return Plan(
+            (own._replace(key_start=0),),
+            tuple(tile for tile in (before, after) if tile.key_length),
+            1,
+        )
+    pieces = _pieces(geometry)
+    size = length // pieces
+    spans = [
+        part
+        for piece in reversed(range(pieces))
+        for keys in geometry.key_spans
+        for part in cut(keys, piece * size, size)
+    ]
+    own, rest = [], []
+    for tile in tiles(queries, _joined(spans), True, 0):
+        for piece in range(pieces):
+            begin = ((pieces - 1 - piece) * world_size + rank) * size
+            if begin <= tile.key_start and tile.key_start + tile.key_length <= begin + size:
+                own.append(tile._replace(key_start=tile.key_start - begin + piece * size))
+                break
+        else:
+            rest.append(tile)
+    return Plan(tuple(own), tuple(rest), pieces)
+
+
+def _of_keys(tile: Tile, spans: tuple[Span, ...], start: int, length: int) -> Tile:
+    """A tile of all keys cut to a range of them."""
+    return tile._replace(
+        key_start=start, key_length=length, key_place=start, key_spans=cut(spans, start, length)
+    )
+
+
+def _joined(spans: list[Span]) -> tuple[Span, ...]:
+    """The same positions in the same order, in as few spans as there can be."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and sum(joined[-1]) == span.position:
+            joined[-1] = Span(joined[-1].position, joined[-1].length + span.length)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+class Parcel(NamedTuple):
+    """Keys of one owner that one tile of a rank's ``rest`` covers."""
+
+    #: Which tile, and its first key that is meant.
+    tile: int
+    start: int
+    length: int
+    #: Where they are among the owner's keys.
+    place: int
+
+
+@functools.lru_cache(maxsize=4096)
+def parcels_of(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
+    """Which gradients of ``owner``'s keys ``rank`` computes with gathered keys, in the order in
+    which it sends them."""
+    plan = plan_of(geometry, rank)
+    size = geometry.key_length(0) // plan.pieces
+    parcels = []
+    for index, tile in enumerate(plan.rest):
+        for region in range(plan.pieces):
+            slot = (region * geometry.world_size + owner) * size
+            start = max(tile.key_start, slot)
+            length = min(tile.key_start + tile.key_length, slot + size) - start
+            if length > 0:
+                place = (plan.pieces - 1 - region) * size + start - slot
+                parcels.append(Parcel(index, start - tile.key_start, length, place))
+    return tuple(parcels)
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(geometry: Geometry, rank: int, owner: int) -> tuple[int, ...]:
+    """The pieces of ``owner``'s keys of which ``rank`` sees something as gathered."""
+    size = geometry.key_length(0) // plan_of(geometry, rank).pieces
+    return tuple(sorted({parcel.place // size for parcel in parcels_of(geometry, rank, owner)}))

@@ -1,0 +1,214 @@
+"""What a schedule by heads moves and holds, as a plan tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
+from cp_dispatch.layouts import Geometry, RowGeometry, Span
+from cp_dispatch.schedules.head_shares import Segment, Share, head_shares, most_stages
+from cp_dispatch.schedules.transfer import Transfer
+from cp_dispatch.schedules.wire import Part, wire
+
+if TYPE_CHECKING:
+    from cp_dispatch.plan import Plan
+
+# A message shorter than this takes about as long as its launch; and with more stages the kernels
+# become small, while only the first and the last message are left to hide.
+_STAGE_BYTES = 16 * 2**20
+_MOST_STAGES = 4
+
+
+def one_side(geometry: Geometry | RowGeometry) -> bool:
+    """Whether queries and keys are owned alike, so that one message carries both."""
+    rows = geometry.rows if isinstance(geometry, RowGeometry) else (geometry,)
+    return all(row.query_spans == row.key_spans for row in rows)
+
+
+def stages(
+    geometry: Geometry | RowGeometry, batch: int, shapes: tuple[tuple[int, int], ...],
+    dtype: torch.dtype, ranks: int,
+) -> int:  # fmt: skip
+    """In how many stages heads move. ``shapes`` are heads and head dim of query, key and value."""
+    (heads, dim), (key_heads, key_dim), (_, value_dim) = shapes
+    length = max(
+        max(geometry.query_length(r), geometry.key_length(r)) for r in range(geometry.world_size)
+    )
+    row = (heads * dim + key_heads * (key_dim + value_dim)) * dtype.itemsize
+    return most_stages(
+        heads, key_heads, ranks, min(batch * length * row // _STAGE_BYTES, _MOST_STAGES)
+    )
+
+
+def key_grad_dtype(
+    stage: tuple[Share, ...], key_heads: int, backend: Backend, dtype: torch.dtype, alone: bool
+) -> torch.dtype:
+    """Of dK and dV on their way home: wide where several ranks have a share of one key head that
+    is not yet rounded, by a kernel that is ``alone`` with it or at the end of a ring."""
+    shared = sum(share.key.length for share in stage) > key_heads
+    if shared and not alone:
+        return wide_dtype(dtype)
+    return backend.gradient_dtype(dtype) if shared else dtype
+
+
+class Messages:
+    """The messages of one rank of a plan with a schedule by heads."""
+
+    def __init__(self, schedule, plan: Plan, rank: int):
+        self.plan, self._schedule = plan, schedule
+        geometry = plan.geometry
+        multiple = BACKENDS[plan.backend].head_dim_multiple
+        self._dims = tuple(-(-shape[3] // multiple) * multiple for shape in plan.shards)
+        ranks = schedule.ranks or plan.world_size
+        first = rank // ranks * ranks
+        self._rank, self.group = rank - first, rank // ranks
+        self._batch = plan.shards[0][0]
+        members = range(first, first + ranks)
+        self._lengths = {
+            False: tuple(geometry.query_length(r) for r in members),
+            True: tuple(geometry.key_length(r) for r in members),
+        }
+        self._one_side = one_side(geometry)
+        heads, key_heads = plan.shards[0][1], plan.shards[1][1]
+        shapes = tuple(zip((heads, key_heads, key_heads), self._dims, strict=True))
+        count = stages(geometry, self._batch, shapes, plan.dtype, ranks)
+        self.stages = head_shares(heads, key_heads, ranks, count)
+
+    def key_grad_dtype(self, stage) -> torch.dtype:
+        plan = self.plan
+        alone = self._schedule.across is None
+        return key_grad_dtype(stage, plan.shards[1][1], BACKENDS[plan.backend], plan.dtype, alone)
+
+    def of_stage(self, stage, backward: bool) -> tuple[list[Transfer], list[Transfer]]:
+        """There and back, in order."""
+        dtype, (dim, _, value_dim) = self.plan.dtype, self._dims
+        backend = BACKENDS[self.plan.backend]
+        out = backend.output_dtype(dtype), value_dim
+        rows, keys = [(dtype, dim)], [(dtype, dim), (dtype, value_dim)]
+        names = "query"
+        back = [("output", [out], False), ("logsumexp", [self._lse], False)]
+        if backward:
+            rows += [out, out, self._lse]
+            names = "query, its output, gradient and logsumexp"
+            of_keys = self.key_grad_dtype(stage)
+            sums = [(of_keys, dim), (of_keys, value_dim)]
+            back = [("dQ", rows[:1], False), ("dK, dV", sums, True)]
+        if self._one_side:
+            there = [(f"{names}, key, value", rows, keys, False)]
+        else:
+            there = [(names, rows, [], False), ("key, value", [], keys, True)]
+        return (
+            [self._transfer(stage, name, a, b, side, True) for name, a, b, side in there],
+            [
+                self._transfer(
+                    stage, name, [] if of_keys else x, x if of_keys else [], of_keys, False
+                )
+                for name, x, of_keys in back
+            ],
+        )
+
+    @property
+    def _lse(self):
+        return BACKENDS[self.plan.backend].logsumexp_dtype(self.plan.dtype), 1
+
+    def _transfer(self, stage, what, rows, keys, keys_rows: bool, there: bool) -> Transfer:
+        spans: dict[bool, tuple[Span, ...]] = {
+            False: tuple(share.query for share in stage), True: tuple(share.key for share in stage)
+        }  # fmt: skip
+        parts = [Part(*x, spans[False]) for x in rows] + [Part(*x, spans[True]) for x in keys]
+        shape = wire(self._batch, self._lengths[keys_rows], self._rank, tuple(parts))
+        sizes = shape.own if there else shape.all
+        what = f"heads of {what}"
+        return Transfer("all_to_all", what, sum(sizes) - sizes[self._rank])
+
+    def segments(self, stage) -> tuple[Segment, ...]:
+        """This rank's kernel calls of a stage."""
+        return stage[self._rank].segments
+
+    def across(self, stage) -> list[Plan]:
+        """The plans of the schedule among groups, one for each kernel call of a stage."""
+        if self._schedule.across is None:
+            return []
+        plan, found = self.plan, []
+        coarse = self._schedule.coarse(plan.geometry)
+        rows, keys = (
+            max(length(r) for r in range(coarse.world_size))
+            for length in (coarse.query_length, coarse.key_length)
+        )
+        for query, key in self.segments(stage):
+            shards = tuple(
+                (self._batch, heads, length, shape[3])
+                for heads, length, shape in zip(
+                    (query.length, key.length, key.length), (rows, keys, keys), plan.shards,
+                    strict=True,
+                )
+            )  # fmt: skip
+            found.append(
+                dataclasses.replace(
+                    plan, schedule=self._schedule.across_name, ring_shape=(coarse.world_size,),
+                    shards=shards, owners=coarse, head_ranks=1,
+                    wide_key_grads=self.key_grad_dtype(stage) is not plan.dtype,
+                )
+            )  # fmt: skip
+        return found
+
+
+def transfers(schedule, plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
+    """The collectives of a forward and a backward on ``rank``, in order."""
+    messages = Messages(schedule, plan, rank)
+    both = []
+    for backward in (False, True):
+        moves = [messages.of_stage(stage, backward) for stage in messages.stages]
+        found = list(moves[0][0])
+        for number, stage in enumerate(messages.stages):
+            if number + 1 < len(moves):
+                found += moves[number + 1][0]
+            for across in messages.across(stage):
+                found += across.transfers(messages.group)[backward]
+            found += moves[number][1]
+        both.append(found)
+    return both[0], both[1]
+
+
+def extra_bytes(schedule, plan: Plan) -> tuple[int, int]:
+    """As :func:`cp_dispatch.report.extra_bytes`."""
+    query, key, value = plan.shards
+    messages = Messages(schedule, plan, 0)
+    ranks, count = schedule.ranks or plan.world_size, len(messages.stages)
+    # Of the group's rows and this rank's heads: about as many as its rows of all heads.
+    share = max(s.key.length for s in messages.stages[0]) * count * ranks / key[1]
+    narrow = plan.dtype.itemsize
+    dq, output = math.prod(query), math.prod(query[:3]) * value[3]
+    dkv = math.prod(key) + math.prod(value)
+    results = output * plan.kernel_itemsize + math.prod(query[:3]) * plan.lse_itemsize
+    of_keys = messages.key_grad_dtype(messages.stages[0]).itemsize
+    inputs, gradients = (dq + dkv * share) * narrow, dq * narrow + dkv * share * of_keys
+    permuted = plan.layout is not None and plan.is_causal
+    sums = dkv * of_keys + dq * narrow
+
+    def peak(arriving: float, leaving: float, final: float) -> float:
+        """Of a stage on arrival, in the kernels, and on the way home, beside the next one's."""
+        coming = 2 * arriving if count > 1 else 0
+        home = leaving * (2 + permuted) + count * final
+        return max(2 * arriving, arriving + leaving, home) + coming
+
+    forward = peak(inputs / count, results / count, results / count)
+    backward = peak((inputs + 2 * results) / count, gradients / count, sums / count)
+    if schedule.across is not None:
+        inside = [plan.extra_bytes() for plan in messages.across(messages.stages[0])]
+        forward += max(x for x, _ in inside)
+        backward += max(x for _, x in inside)
+    return int(forward), int(backward)
+
+
+def blocks(schedule, plan: Plan, rank: int) -> tuple[int, int]:
+    """Blocks that ``rank`` computes, and those that there are, of a group with a group."""
+    if schedule.across is None:
+        return 1, 1
+    coarse = schedule.coarse(plan.geometry)
+    groups, own = coarse.world_size, rank // schedule.ranks
+    return sum(bool(coarse.tiles(own, owner)) for owner in range(groups)), groups

@@ -1,0 +1,139 @@
+"""Who computes which heads, and in what order rows stand once a group of ranks has all of theirs.
+
+Query heads are dealt as evenly as they can be. A rank needs the key heads that its query heads
+look at, so a key head goes to several ranks where there are fewer of them than ranks, or where a
+group of query heads is cut in two::
+
+    8 query, 2 key heads, 4 ranks       12 query, 3 key heads, 2 ranks
+    rank    0    1    2    3            rank        0             1
+    query  0 1  2 3  4 5  6 7           query  0 1 2 3|4 5   6 7|8 9 10 11
+    key     0    0    1    1            key       0   | 1     1 |   2
+
+Kernels want as many query heads for each key head, so a share is cut where that changes (``|``):
+each *segment* is one kernel call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.layouts import Geometry, RowGeometry, Span, positions
+from cp_dispatch.layouts.balancer import coalesce
+
+
+class Segment(NamedTuple):
+    """Query heads and their key heads, counted from the share's first."""
+
+    query: Span
+    key: Span
+
+
+class Share(NamedTuple):
+    """The heads of one rank, and how kernels take them."""
+
+    query: Span
+    key: Span
+    segments: tuple[Segment, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def head_shares(
+    heads: int, key_heads: int, ranks: int, stages: int = 1
+) -> tuple[tuple[Share, ...], ...]:
+    """The shares of all ranks at each stage. More than one stage only where every rank has a
+    multiple of ``stages`` key heads to itself."""
+    if stages > 1:
+        own, key = heads // ranks // stages, key_heads // ranks // stages
+        segments = (Segment(Span(0, own), Span(0, key)),)
+        return tuple(
+            tuple(
+                Share(Span((rank * stages + stage) * own, own),
+                      Span((rank * stages + stage) * key, key), segments)
+                for rank in range(ranks)
+            )
+            for stage in range(stages)
+        )  # fmt: skip
+    groups = heads // key_heads
+    return (
+        tuple(_share(r * heads // ranks, (r + 1) * heads // ranks, groups) for r in range(ranks)),
+    )
+
+
+def _share(start: int, stop: int, groups: int) -> Share:
+    if start == stop:
+        nothing = Span(0, 0)
+        return Share(Span(start, 0), nothing, (Segment(nothing, nothing),))
+    first, last = start // groups, -(-stop // groups)
+    # Up to the first key head that is whole, the whole ones, and what is left.
+    cuts = sorted({start, min(-(-start // groups) * groups, stop),
+                   max(stop // groups * groups, start), stop})  # fmt: skip
+    segments = []
+    for a, b in zip(cuts, cuts[1:], strict=False):
+        key = a // groups
+        segments.append(Segment(Span(a - start, b - a), Span(key - first, -(-b // groups) - key)))
+    return Share(Span(start, stop - start), Span(first, last - first), tuple(segments))
+
+
+def most_stages(heads: int, key_heads: int, ranks: int, wanted: int) -> int:
+    """The largest number of stages up to ``wanted`` that the heads allow."""
+    if key_heads % ranks or heads % key_heads:
+        return 1
+    own = key_heads // ranks
+    return max(n for n in range(1, max(1, min(wanted, own)) + 1) if own % n == 0)
+
+
+def are_alike(heads: int, key_heads: int, ranks: int) -> bool:
+    """Whether all ranks make the same number of kernel calls."""
+    return len({len(share.segments) for share in head_shares(heads, key_heads, ranks)[0]}) == 1
+
+
+@functools.lru_cache(maxsize=256)
+def grouped(geometry: Geometry | RowGeometry, ranks: int) -> Geometry | RowGeometry:
+    """The geometry of groups of ``ranks`` consecutive ranks, each of which owns what its ranks own.
+
+    Under a causal mask in true order, for few and large kernels; else one rank after the other,
+    for nothing is masked by position but by ``attn_mask``, whose dims may lie as the shards do.
+    """
+    if isinstance(geometry, RowGeometry):
+        return RowGeometry(tuple(grouped(row, ranks) for row in geometry.rows))
+
+    def joined(spans):
+        groups = (sum(spans[i : i + ranks], ()) for i in range(0, len(spans), ranks))
+        return tuple(coalesce(group) if geometry.causal else group for group in groups)
+
+    return Geometry(joined(geometry.query_spans), joined(geometry.key_spans), geometry.causal)
+
+
+class Order(NamedTuple):
+    """How rows of a group, one rank's after the other's, come in true order and back: index
+    ``(N,)``, or ``(B, N)`` where rows of the batch have layouts of their own."""
+
+    there: Tensor
+    back: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def true_order(
+    geometry: Geometry | RowGeometry, of_keys: bool, first: int, ranks: int,
+    batch_start: int, batch: int, device: torch.device,
+) -> Order | None:  # fmt: skip
+    """The order of the rows (or keys) of ``ranks`` ranks from ``first`` on, None where they are in
+    true order already, or where it does not matter."""
+    rows = (geometry,)
+    if isinstance(geometry, RowGeometry):
+        rows = geometry.rows[batch_start : batch_start + batch]
+    if not rows or not rows[0].causal:
+        return None
+    spans = [
+        sum((row.key_spans if of_keys else row.query_spans)[first : first + ranks], ())
+        for row in rows
+    ]
+    if all(list(own) == sorted(own) for own in spans):
+        return None
+    order = torch.stack([positions(own, device) for own in spans]).argsort(-1)
+    back = order.argsort(-1)
+    return Order(*((x[0] if len(rows) == 1 else x).contiguous() for x in (order, back)))

@@ -1,0 +1,155 @@
+"""dK and dV of gathered keys: every rank sends the owner of some keys its share of their gradient,
+and the owner adds up.
+
+The shares travel as the kernels gave them and are added in float32 (float64), so that nothing is
+rounded on the way and each rank sends and receives no more than a reduce-scatter of the kernels'
+dtype would.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.merge import token_major
+from cp_dispatch.parts import add_up
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
+from cp_dispatch.schedules.gradients import KeyShare
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.pair import Pair
+
+
+class KeyShares:
+    """Shares of dK and dV, to every owner of keys and from every rank."""
+
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype):
+        self._key, self._value, self._ring = key, value, ring
+        self._pair = Pair(key, value, dtype)
+        self._geometry, self._plan = geometry, _plan_of(geometry, ring.rank)
+        # Elements of one position; none where nothing is computed.
+        self._row = self._pair.numel(1) if key.numel() and value.numel() else 0
+        self._box = ring.mailbox("gradients", self._plan.largest * self._row * dtype.itemsize)
+
+    def open(self) -> None:
+        """Let the others know that their shares can come; the earlier, the less they wait."""
+        if self._box is not None:
+            self._box.open()
+
+    def start(self, shares: list[KeyShare]) -> None:
+        """Start sending the shares of the tiles of gathered keys, in their order."""
+        plan = self._plan if shares else _NOTHING
+        self._own = [_part(shares, parcel) for parcel in plan.own]
+        if self._box is None:
+            self._send_in_one_message(shares)
+            return
+        targets, self._arrived = self._places(self._box)
+        parts = [_part(shares, parcel) for _, _, parcel in plan.outgoing]
+        sources = rows_for(x for part in parts for x in (part.dk, part.dv))
+        self._box.push(targets if shares else [], sources)
+
+    def _send_in_one_message(self, shares: list[KeyShare]) -> None:
+        pair, plan = self._pair, self._plan
+        sizes, coming = ([n * self._row for n in x] for x in (plan.sent, plan.coming))
+        send, received = (
+            self._key.new_empty(sum(x), dtype=pair.dtype) for x in (sizes, coming)
+        )  # fmt: skip
+        at = 0
+        # In the order of the owners, whichever is the nearest.
+        for _, _, parcel in sorted(plan.outgoing) if shares else ():
+            part, numel = _part(shares, parcel), pair.numel(parcel.length)
+            pair.pack(part.dk, part.dv, send[at : at + numel])
+            at += numel
+        self._arrived = self._views(received)
+        self._work = self._ring.exchange_all(send, sizes, received, coming)
+
+    def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
+        """dK and dV of this rank's own keys, with the shares of what it computed at home, in
+        their dtype, token-major."""
+        (self._box or self._work).wait()
+        parts = [*shares, *self._own, *self._arrived]
+        sums = []
+        for like, part in ((self._key, 0), (self._value, 1)):
+            total = token_major(*like.shape, like=like)
+            add_up(total, [(share.start, share[part]) for share in parts])
+            sums.append(total)
+        if self._box is not None:
+            self._box.release()
+        return tuple(sums)
+
+    def _places(self, box: Mailbox) -> tuple[list[Tensor], list[KeyShare]]:
+        """Where shares go, token-major, and those that come."""
+        pair, plan = self._pair, self._plan
+        place = self._geometry, self._key.shape, self._value.shape, pair.dtype
+        found = box.views.get(place)
+        if found is None:
+            box.forget_many()
+            targets = []
+            for owner, at, parcel in plan.outgoing:
+                offset = at * self._row * pair.dtype.itemsize
+                room = box.at(owner, offset, pair.numel(parcel.length), pair.dtype)
+                targets += [view.transpose(1, 2) for view in pair.views(room, parcel.length)]
+            coming = box.at(self._ring.rank, 0, sum(plan.coming) * self._row, pair.dtype)
+            found = box.views[place] = targets, self._views(coming)
+        return found
+
+    def _views(self, received: Tensor) -> list[KeyShare]:
+        pair, shares, at = self._pair, [], 0
+        for parcel in self._plan.incoming if self._row else ():
+            numel = pair.numel(parcel.length)
+            views = pair.views(received[at : at + numel], parcel.length)
+            shares.append(KeyShare(*views, parcel.place, None))
+            at += numel
+        return shares
+
+
+class _Plan(NamedTuple):
+    """Of one rank: its parcels for others ``(owner, position where they go there, parcel)``, the
+    nearest owner first, those for itself, and those that come, in the order of the ranks; positions
+    sent to each rank and coming from each; and the most that come to any rank."""
+
+    outgoing: tuple[tuple[int, int, Parcel], ...]
+    own: tuple[Parcel, ...]
+    incoming: tuple[Parcel, ...]
+    sent: tuple[int, ...]
+    coming: tuple[int, ...]
+    largest: int
+
+
+_NOTHING = _Plan((), (), (), (), (), 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of(geometry: Geometry, rank: int) -> _Plan:
+    ranks = range(geometry.world_size)
+
+    def positions(sender: int, owner: int) -> int:
+        if sender == owner:
+            return 0
+        return sum(parcel.length for parcel in parcels_of(geometry, sender, owner))
+
+    outgoing = []
+    for step in ranks[1:]:
+        owner = (rank + step) % len(ranks)  # no two ranks push to one at a time
+        at = sum(positions(sender, owner) for sender in range(rank))
+        for parcel in parcels_of(geometry, rank, owner):
+            outgoing.append((owner, at, parcel))
+            at += parcel.length
+    return _Plan(
+        tuple(outgoing),
+        parcels_of(geometry, rank, rank),
+        tuple(p for sender in ranks if sender != rank for p in parcels_of(geometry, sender, rank)),
+        tuple(positions(rank, owner) for owner in ranks),
+        tuple(positions(sender, rank) for sender in ranks),
+        max(sum(positions(sender, owner) for sender in ranks) for owner in ranks),
+    )
+
+
+def _part(shares: list[KeyShare], parcel: Parcel) -> KeyShare:
+    """What a parcel carries, and where it belongs among the owner's keys."""
+    share = shares[parcel.tile]
+    keys = slice(parcel.start, parcel.start + parcel.length)
+    return KeyShare(share.dk[:, :, keys], share.dv[:, :, keys], parcel.place, share.row)

@@ -1,0 +1,251 @@
+"""Memory that the other ranks of a host write to, filled by copy engines.
+
+NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gather that is to run
+beside them costs as much time as one that runs alone. Copy engines cost next to nothing. What they
+need is memory that peers can address (torch's symmetric memory, without multicast) and a way to
+wait for each other without a kernel: flags that a stream writes in a peer's memory and that the
+peer's stream waits for. One stream carries all copies of a device, so that they are in order.
+
+Note [Flags of a mailbox]: for each pair of ranks there are two, each with one writer and one
+reader, who puts it back to 0. One step of the protocol, alike on every rank and in one stream::
+
+    open     raise "free for you" at every peer
+    push     take "free for me" of every peer, copy, raise "full" at every peer,
+             take "full" of every peer
+    wait     (the current stream waits for that one)
+    release  (that one waits until the current stream has read what came)
+
+No flag counts, so that a step can be replayed by a CUDA graph. A rank waits only for what its
+peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
+from cp_dispatch._compat import all_gather_single, symmetric_memory
+from cp_dispatch.extension import has_kernel
+
+library = torch.library.Library("cp_dispatch", "FRAGMENT")
+# ``here`` is a tensor of this GPU, ``stream`` the handle of the stream that copies, flags are
+# addresses of int32 of any GPU. Only ever called inside of ops.
+for _schema in (
+    # After what the current stream has queued, put 1 in each flag.
+    "raise_flags(Tensor here, int[] flags, int stream) -> ()",
+    # If the side waits, after what the current stream has queued: wait until each of the first
+    # flags is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1 in
+    # the second flags, and take the third as the first.
+    "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] take_first,"
+    " int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
+    # Let the stream wait for the current one, or the other way round.
+    "join_streams(Tensor here, int stream, bool side_waits) -> ()",
+):
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+_raise_flags = torch.ops.cp_dispatch.raise_flags.default
+_push_slabs = torch.ops.cp_dispatch.push_slabs.default
+_join_streams = torch.ops.cp_dispatch.join_streams.default
+
+#: Bytes of the flags, ahead of the room.
+_HEADER = 4096
+#: The largest room, in bytes: it is held until the process ends.
+LARGEST = 2**30
+_GRAIN = 2**21
+
+
+class Mailbox:
+    """One room of ``size`` bytes on every rank of a group. Made by all ranks together."""
+
+    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int):
+        self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
+        ranks = range(dist.get_world_size(group))
+        self._own = symmetric_memory.empty_strided_p2p(
+            (_HEADER + size,), (1,), torch.uint8, stream.device
+        )
+        self._own[:_HEADER].zero_()
+        self._handle = symmetric_memory.rendezvous(self._own, group.group_name)
+        shape = (_HEADER + size,)
+        self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
+        self._peers = tuple(rank for rank in ranks if rank != self._rank)
+        # Addresses, by kind: flags of this rank at its peers, and of the peers here.
+        starts = [memory.data_ptr() for memory in self._memory]
+        self._there = [[start + 4 * (kind * len(ranks) + self._rank) for start in starts]
+                       for kind in (_FREE, _FULL)]  # fmt: skip
+        self._here = [[starts[self._rank] + 4 * (kind * len(ranks) + rank) for rank in ranks]
+                      for kind in (_FREE, _FULL)]  # fmt: skip
+        self.is_in_a_graph = False
+        #: For views of the rooms that a user makes at each call: they never move.
+        self.views: dict[Hashable, Any] = {}
+
+    def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat part of a rank's room, ``offset`` in bytes."""
+        start = _HEADER + offset
+        return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
+
+    def forget_many(self) -> None:
+        """Keep ``views`` small where shapes change all the time."""
+        if len(self.views) >= 64:
+            self.views.clear()
+
+    def open(self, peers: Sequence[int] | None = None) -> None:
+        """Tell the peers (all, or those given) that they may write here."""
+        if torch.cuda.is_current_stream_capturing():
+            self.is_in_a_graph = True
+        flags = self._there[_FREE]
+        _raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
+
+    def push(
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        peers: Sequence[int] | None = None,
+        coming: Sequence[int] | None = None,
+        ready_at_open: bool = False,
+    ) -> None:
+        """Start copying to rooms of peers (and one's own) and taking what others, if not the same,
+        copy here; after :meth:`open` with those.
+
+        ``sources`` come from :func:`rows_for`. If they were ready at :meth:`open`, the copies do
+        not wait for what the current stream has got to do since.
+        """
+        peers = self._peers if peers is None else peers
+        coming = peers if coming is None else coming
+        _push_slabs(
+            targets, sources, self._own, _of(self._here[_FREE], peers),
+            _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
+            not ready_at_open,
+        )  # fmt: skip
+        # Another stream reads memory that the current one would give away once it is freed.
+        self._reading = sources
+
+    def wait(self) -> None:
+        """Let the current stream wait for everything that was pushed here, and from here."""
+        _join_streams(self._own, self._stream, False)
+        self._reading = None
+
+    def let_go(self) -> None:
+        """What was pushed may be freed: the current stream waits for it by other means."""
+        self._reading = None
+
+    def release(self) -> None:
+        """What lies here has been read once the current stream gets to this point."""
+        _join_streams(self._own, self._stream, True)
+
+
+_FREE, _FULL = 0, 1
+
+
+def _of(flags: list[int], ranks: Sequence[int]) -> list[int]:
+    return [flags[rank] for rank in ranks]
+
+
+def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
+    packed by a kernel of the current stream where they are not so."""
+    rows = [x.transpose(1, 2) for x in tensors]
+    return [x if (x if x.size(0) < 2 else x[0]).is_contiguous() else x.contiguous() for x in rows]
+
+
+_boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}
+_reachable: dict[str, tuple[dist.ProcessGroup, bool]] = {}
+_retired: list[Mailbox] = []
+
+
+def mailbox(
+    group: dist.ProcessGroup, stream: torch.cuda.Stream | None, name: str, size: int
+) -> Mailbox | None:
+    """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
+    where there cannot be one. Every rank of the group must ask alike.
+
+    Mailboxes are held, so that there is one of each name; a larger one takes its place.
+    """
+    if stream is None or size > LARGEST or not _peers_are_reachable(group, stream.device):
+        return None
+    key = group.group_name, name
+    known = _boxes.get(key)
+    if known is not None and known[0] is group and known[1].size >= size:
+        return known[1]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    if known is not None:
+        del _boxes[key]
+        if known[1].is_in_a_graph:
+            _retired.append(known[1])  # its replays go on writing there
+        # Nobody writes to, or reads, what goes now.
+        _meet(group, stream.device)
+    box = Mailbox(group, stream, -(-size // _GRAIN) * _GRAIN)
+    _meet(group, stream.device)  # all flags are 0
+    _boxes[key] = group, box
+    return box
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Return once every rank is here and its GPU idle."""
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])
+    torch.cuda.synchronize(device)
+
+
+def held_bytes() -> int:
+    """Bytes of GPU memory in mailboxes, which torch's memory statistics do not count."""
+    boxes = [box for _, box in _boxes.values()] + _retired
+    return sum(_HEADER + box.size for box in boxes)
+
+
+def is_used_by(group: dist.ProcessGroup) -> bool | None:
+    """Whether a group's ranks reach each other so; None as long as they have not tried."""
+    known = _reachable.get(group.group_name)
+    return known[1] if known is not None and known[0] is group else None
+
+
+def _peers_are_reachable(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks agree that each can write to the memory of each."""
+    known = is_used_by(group)
+    if known is not None:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    host = _hash_of(socket.gethostname() + _boot_id())
+    mine = torch.tensor([host, device.index, _can_try()], device=device)
+    everyone = mine.new_empty((dist.get_world_size(group), 3))
+    all_gather_single(everyone.flatten(), mine, group=group)
+    hosts, devices, able = everyone.T.tolist()
+    reaches = len(set(hosts)) == 1 and all(able) and len(set(devices)) == len(devices)
+    count = torch.cuda.device_count()
+    reaches = reaches and all(
+        other < count and torch.cuda.can_device_access_peer(device.index, other)
+        for other in devices
+        if other != device.index
+    )
+    verdict = torch.tensor(int(reaches), device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
+    answer = bool(verdict)
+    _reachable[group.group_name] = group, answer
+    return answer
+
+
+def _can_try() -> bool:
+    wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
+    return wanted and symmetric_memory is not None and has_kernel("raise_flags", "cuda")
+
+
+def _hash_of(text: str) -> int:
+    """A number below 2**62, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:
+        return ""

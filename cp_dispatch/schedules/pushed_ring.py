@@ -1,0 +1,197 @@
+"""A ring by copy engines, where ranks reach each other's memory (see :mod:`mailbox`).
+
+Every owner puts its keys where the rank that needs them at the next hop computes, straight from
+its own tensors, and every rank puts its share of dK and dV where their owner adds it up. So nothing
+is passed on, hops wait for no chain, what nobody needs does not move, and shares travel in the
+kernels' dtype: at hop h rank r computes with the keys of rank r - h, as in the ring that passes
+them on, and holds as much, two key/value shards and two of their gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import Tensor
+
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.merge import token_major
+from cp_dispatch.parts import add_up
+from cp_dispatch.schedules.gradients import KeyShare, window_of
+from cp_dispatch.schedules.job import Job
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.pair import Pair
+
+
+class _Hops:
+    """Whom a rank sends to and hears from at each hop."""
+
+    def __init__(self, job: Job, box: Mailbox):
+        self.geometry, self.rank, self.box = job.geometry, job.rank, box
+        self.world_size = job.geometry.world_size
+        self.longest = max(map(self.geometry.key_length, range(self.world_size)))
+        self.hop = 0
+
+    def before(self, hop: int) -> int:
+        return (self.rank - hop) % self.world_size
+
+    def after(self, hop: int) -> int:
+        return (self.rank + hop) % self.world_size
+
+    def sees(self, rank: int, owner: int) -> bool:
+        return bool(self.geometry.tiles(rank, owner))
+
+
+class PushedShards(_Hops):
+    """As :class:`~cp_dispatch.schedules.ring.TravellingKeys`."""
+
+    def __init__(self, key: Tensor, value: Tensor, job: Job, box: Mailbox):
+        super().__init__(job, box)
+        self.key, self.value = key, value
+        self._own = rows_for((key, value))
+        self._pair = Pair(key, value)
+
+    @contextlib.contextmanager
+    def moving_on(self):
+        """Inside, compute with ``key`` and ``value``; meanwhile those of the next hop come."""
+        self.hop += 1
+        owner, reader = self.before(self.hop), self.after(self.hop)
+        last = self.hop == self.world_size
+        coming = [owner] if not last and self.sees(self.rank, owner) else []
+        going = [reader] if not last and self.sees(reader, self.rank) else []
+        if coming:
+            self.box.open(coming)
+        yield
+        if going or coming:
+            own = self.geometry.key_length(self.rank)
+            targets = [x.transpose(1, 2) for x in self._room(reader, own)] if going else []
+            sources = self._own if going else []
+            self.box.push(targets, sources, going, coming, ready_at_open=True)
+            self.box.wait()
+        if coming:
+            self.key, self.value = self._room(self.rank, self.geometry.key_length(owner))
+        if last:
+            self.box.release()
+
+    def _room(self, rank: int, length: int) -> tuple[Tensor, Tensor]:
+        """Key and value views of what is at hand at the next hop on a rank."""
+        size = self._pair.numel(self.longest)
+        offset = self.hop % 2 * size * self._pair.dtype.itemsize
+        return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)
+
+
+class ReturnedShares(_Hops):
+    """As :class:`~cp_dispatch.schedules.gradients.TravellingGradient`."""
+
+    def __init__(self, key: Tensor, value: Tensor, job: Job, box: Mailbox, dtype):
+        super().__init__(job, box)
+        self._key, self._value, self._job = key, value, job
+        self._pair = Pair(key, value, dtype)
+        self._total = Pair(key, value, wide_dtype(key.dtype))
+        self._own = self.geometry.key_length(self.rank)
+        self._sum = self._total.views(self._total.buffer(self._own), self._own)
+        self._is_empty = True
+        self._arrived: tuple[Tensor, Tensor, int] | None = None
+        self._open(1)
+
+    def add(self, shares: list[KeyShare]) -> None:
+        """Add what came for this rank's keys, and keep this hop's shares."""
+        self._collect()
+        self._shares = shares
+
+    def pass_on(self) -> None:
+        """Start sending this hop's shares to the keys' owner, while that of another comes."""
+        hop, self.hop = self.hop, self.hop + 1
+        shares, self._shares = self._shares, []
+        if hop == 0:
+            self._add(shares)
+            return
+        owner, reader = self.before(hop), self.after(hop)
+        going = [owner] if self._places(self.rank, owner) else []
+        coming = [reader] if self._places(reader, self.rank) else []
+        if not going and not coming:
+            self._open(hop + 1)
+            return
+        targets, sources = [], []
+        if going:
+            (start, length), sent = self._one(shares, owner)
+            targets = [x.transpose(1, 2) for x in self._room(owner, hop, length)]
+            sources = rows_for(sent)
+        self.box.push(targets, sources, going, coming)
+        if coming:
+            start, length = self._window(reader, self.rank)
+            self._arrived = (*self._room(self.rank, hop, length), start)
+        self._wait = True
+        self._open(hop + 1)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """dK and dV of this rank's own keys, in their dtype, token-major."""
+        self._collect()
+        self.box.release()
+        dtype = self._job.key_grad_dtype or self._key.dtype
+        return tuple(
+            token_major(*like.shape, like=like, dtype=dtype).copy_(total)
+            for like, total in zip((self._key, self._value), self._sum, strict=True)
+        )
+
+    _wait = False
+
+    def _collect(self) -> None:
+        if self._wait:
+            self.box.wait()
+            self._wait = False
+        if self._arrived is not None:
+            dk, dv, start = self._arrived
+            self._arrived = None
+            self._add([KeyShare(dk, dv, start, None)])
+
+    def _add(self, shares: list[KeyShare]) -> None:
+        if self._is_empty:
+            self._is_empty = False
+            if len(shares) == 1 and shares[0].dk.shape == self._sum[0].shape:
+                for total, part in zip(self._sum, shares[0][:2], strict=True):
+                    total.copy_(part)
+                return
+            for total in self._sum:
+                total.zero_()
+        for share in shares:
+            for total, part in zip(self._sum, (share.dk, share.dv), strict=True):
+                window_of(total, share.start, part, share.row).add_(part)
+
+    def _open(self, hop: int) -> None:
+        """Let the rank that sends at a hop write where that hop's share goes: what was there has
+        been added before."""
+        if hop < self.world_size and self._places(self.after(hop), self.rank):
+            self.box.open([self.after(hop)])
+
+    def _places(self, rank: int, owner: int):
+        """The tiles of whose gradients ``rank`` sends ``owner`` the sum."""
+        if not self._key.numel() or not self._value.numel():
+            return ()
+        rows = self._key.size(0)
+        return self.geometry.tiles_of(rank, owner, self._job.batch_start, rows)
+
+    def _window(self, rank: int, owner: int) -> tuple[int, int]:
+        """First key and number of keys of what ``rank`` sends."""
+        tiles = self._places(rank, owner)
+        if len(tiles) == 1 and tiles[0].row is None:
+            return tiles[0].key_start, tiles[0].key_length
+        return 0, self.geometry.key_length(owner)
+
+    def _one(self, shares: list[KeyShare], owner: int):
+        """A hop's shares as one: its window, and dK and dV."""
+        window = self._window(self.rank, owner)
+        if len(shares) == 1 and window[1] == shares[0].dk.size(2) and shares[0].row is None:
+            return window, shares[0][:2]
+        whole = self._pair.views(self._pair.buffer(window[1]), window[1])
+        for total, index in zip(whole, (0, 1), strict=True):
+            rows = {share.row for share in shares}
+            everyone = range(total.size(0)) if rows != {None} else (None,)
+            for row in everyone:
+                into = total if row is None else total[row : row + 1]
+                add_up(into, [(s.start, s[index]) for s in shares if s.row == row])
+        return window, whole
+
+    def _room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:
+        size = self._pair.numel(self.longest)
+        offset = hop % 2 * size * self._pair.dtype.itemsize
+        return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)

@@ -1,0 +1,14 @@
+"""What travels, for plans that tell their costs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Transfer(NamedTuple):
+    """One collective of a rank: its name, what it carries, and the bytes that the rank sends
+    (all_to_all) or contributes (all_gather, all_reduce, reduce_scatter)."""
+
+    collective: str
+    what: str
+    bytes: int

@@ -1,0 +1,241 @@
+"""Messages that move heads: from some rows of all heads to all rows of some heads, and back.
+
+A group of ranks holds a sequence in shards. In one all-to-all each rank sends every other one the
+heads that are its share, and gets all rows of its own share. Rows travel position by position,
+then by batch row, the heads of all parts (query, key, ...) side by side::
+
+    rank 0, rows 0 1, sends rank 1 its heads      rank 1 receives
+        [row 0: q k v][row 1: q k v]              [row 0: q k v][row 1: q k v][row 2: ...
+
+so what comes from several ranks is one sequence, whatever their lengths, and kernels read their
+part of it where it arrives, as a view: nothing is unpacked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.layouts import Span
+from cp_dispatch.rows import copy_rows
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.head_shares import Order
+
+_ALIGNMENT = 16  # bytes: where parts and rows start
+
+
+class Part(NamedTuple):
+    """A tensor ``(B, H, S, dim)``, and which of its heads each rank of the group takes."""
+
+    dtype: torch.dtype
+    dim: int
+    heads: tuple[Span, ...]
+
+    def step(self, all_heads: int) -> int:
+        """How many heads further each rank's heads are, with as many for every one; 0 where they
+        are not dealt so."""
+        start, count = self.heads[0]
+        step, rest = divmod(all_heads, len(self.heads))
+        even = all(span == (start + rank * step, count) for rank, span in enumerate(self.heads))
+        return step if even and not rest and start + count <= step else 0
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether some head goes to several ranks."""
+        return sum(span.length for span in self.heads) > sum(max(self.heads, key=sum))
+
+
+class Wire:
+    """How a message lies in memory, see the module. Makes no tensors but what it is asked for."""
+
+    def __init__(self, batch: int, lengths: tuple[int, ...], rank: int, parts: tuple[Part, ...]):
+        self.parts, self._batch, self._rank, self._lengths = parts, batch, rank, lengths
+        ranks = range(len(lengths))
+        self._places: list[list[int]] = []
+        self._rows: list[int] = []  # bytes of a row of each rank's heads
+        for r in ranks:
+            places, end = [], 0
+            for part in parts:
+                places.append(end)
+                size = part.heads[r].length * part.dim * part.dtype.itemsize
+                end += -(-size // _ALIGNMENT) * _ALIGNMENT
+            self._places.append(places)
+            self._rows.append(end)
+        #: Bytes of own rows for each rank, and of each rank's rows of own heads.
+        self.own = [lengths[rank] * batch * self._rows[r] for r in ranks]
+        self.all = [lengths[r] * batch * self._rows[rank] for r in ranks]
+
+    def views_of_all(self, buffer: Tensor) -> list[Tensor]:
+        """All rows of this rank's heads, ``(B, heads, S, dim)`` for each part."""
+        return self._views(buffer, self._rank, 0, sum(self._lengths))
+
+    def _views(self, buffer: Tensor, rank: int, offset: int, length: int) -> list[Tensor]:
+        views, row = [], self._rows[rank]
+        for part, place in zip(self.parts, self._places[rank], strict=True):
+            size = part.dtype.itemsize
+            step = row // size
+            # A batch of 1 has the stride that tells kernels that the memory is token-major.
+            batch = step if self._batch > 1 else step * length
+            views.append(
+                buffer.view(part.dtype).as_strided(
+                    (self._batch, part.heads[rank].length, length, part.dim),
+                    (batch, part.dim, step * self._batch, 1),
+                    (offset + place) // size,
+                )
+            )
+        return views
+
+    def own_pairs(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Own rows: views of the buffer, and the views of ``tensors`` that they stand for."""
+        ranks, length = len(self._rows), self._lengths[self._rank]
+        steps = [part.step(x.size(1)) for part, x in zip(self.parts, tensors, strict=True)]
+        if not all(steps):
+            return [
+                (view, tensor[:, span.position : span.position + span.length])
+                for rank in range(ranks)
+                for view, tensor, span in zip(
+                    self._views(buffer, rank, sum(self.own[:rank]), length), tensors,
+                    (part.heads[rank] for part in self.parts), strict=True,
+                )
+            ]  # fmt: skip
+        pairs = []
+        for part, place, tensor, step in zip(
+            self.parts, self._places[0], tensors, steps, strict=True
+        ):
+            size, (start, count) = part.dtype.itemsize, part.heads[0]
+            row = self._rows[0] // size
+            view = buffer.view(part.dtype).as_strided(
+                (self._batch, ranks, count, length, part.dim),
+                (row, row * self._batch * length, part.dim, row * self._batch, 1),
+                place // size,
+            )
+            dealt = tensor.unflatten(1, (ranks, step))[:, :, start : start + count]
+            pairs.append((view, dealt))
+        return pairs
+
+
+@functools.lru_cache(maxsize=256)
+def wire(batch: int, lengths: tuple[int, ...], rank: int, parts: tuple[Part, ...]) -> Wire:
+    """The :class:`Wire` of a message; the same object for the same message."""
+    return Wire(batch, lengths, rank, parts)
+
+
+class Outward:
+    """Own rows of all heads on their way: started at once, :meth:`wait` gives all rows of own
+    heads. ``order`` puts them in true order."""
+
+    def __init__(self, ring: Ring, wire: Wire, tensors: Sequence[Tensor], order: Order | None):
+        self._wire, self._order = wire, order
+        like = tensors[0]
+        self._send = like.new_empty(sum(wire.own), dtype=torch.uint8)
+        self._receive = like.new_empty(sum(wire.all), dtype=torch.uint8)
+        self._batch = like.size(0)
+        # Taken from the current stream's memory before the mark, and given back when it has
+        # waited, although the side stream fills them.
+        with ring.after(ring.mark()):
+            _copy(wire.own_pairs(self._send, tensors))
+            self._work = ring.exchange_all(self._send, wire.own, self._receive, wire.all)
+
+    def wait(self) -> list[Tensor]:
+        """Key, query or whatever was sent, ``(B, heads, all rows, dim)`` views of one buffer."""
+        self._work.wait()
+        buffer = self._receive
+        self._send = self._receive = None
+        if self._order is not None and buffer.numel():
+            ordered = torch.empty_like(buffer)
+            rows = self._order.there.size(-1)
+            target, source = (
+                x.view(rows, self._batch, -1).transpose(0, 1) for x in (ordered, buffer)
+            )
+            copy_rows([target], [source], self._order.there, [1], False)
+            buffer = ordered
+        return self._wire.views_of_all(buffer)
+
+    def release(self) -> None:
+        """Nothing reads them any more; the views hold their memory."""
+
+
+class Homeward:
+    """All rows of own heads on their way to the ranks that own the rows.
+
+    ``pieces`` holds for each part its tensors ``(B, n, S, dim)``, which together have its heads.
+    """
+
+    def __init__(
+        self, ring: Ring, wire: Wire, pieces: Sequence[Sequence[Tensor]], order: Order | None
+    ):
+        self._wire, self._held = wire, pieces  # whose memory must stay while the side stream reads
+        like = pieces[0][0]
+        self._receive = like.new_empty(sum(wire.own), dtype=torch.uint8)
+        self._send = self._as_it_is(pieces) if order is None else None
+        ready = self._send is not None
+        if not ready:
+            self._send = like.new_empty(sum(wire.all), dtype=torch.uint8)
+        with ring.after(ring.mark()):
+            if not ready:
+                self._pack(pieces, order)
+            self._work = ring.exchange_all(self._send, wire.all, self._receive, wire.own)
+
+    def _as_it_is(self, pieces) -> Tensor | None:
+        """The one tensor's memory, where it is that of the message."""
+        if len(pieces) != 1 or len(pieces[0]) != 1:
+            return None
+        rows = pieces[0][0].permute(2, 0, 1, 3)
+        if (
+            rows.dtype is not self._wire.parts[0].dtype
+            or not rows.is_contiguous()
+            or rows.nbytes != sum(self._wire.all)
+        ):
+            return None
+        return rows.view(-1).view(torch.uint8)
+
+    def _pack(self, pieces, order: Order | None) -> None:
+        pairs = []
+        for view, tensors in zip(self._wire.views_of_all(self._send), pieces, strict=True):
+            start = 0
+            for tensor in tensors:
+                pairs.append((view[:, start : start + tensor.size(1)], tensor))
+                start += tensor.size(1)
+        _copy(pairs, None if order is None else order.back)
+
+    def wait(self, *results: Tensor) -> None:
+        """Write own rows of all heads into ``results``; what several ranks have of one head is
+        added up, in ``results``' dtype."""
+        self._work.wait()
+        self._send = self._held = None
+        collect(self._wire.parts, self._wire.own_pairs(self._receive, results), results)
+
+
+def collect(parts: Sequence[Part], pairs, results: Sequence[Tensor]) -> None:
+    """Write what came into ``results``, of which pairs hold ``(what came, its place)``; add up
+    what came from several ranks."""
+    if not any(part.are_shared for part in parts):
+        _copy([(place, came) for came, place in pairs])
+        return
+    for result in results:
+        result.zero_()
+    for came, place in pairs:
+        place.add_(came)
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]], index: Tensor | None = None) -> None:
+    """Each first tensor from the second; with an index along the rows, dim 2."""
+    pairs = [(target, source) for target, source in pairs if target.numel()]
+    if not pairs:
+        return
+    alike = [(a, b) for a, b in pairs if a.dtype is b.dtype]
+    if alike:
+        copy_rows([a for a, _ in alike], [b for _, b in alike], index, [2] * len(alike), False)
+    for target, source in pairs:
+        if target.dtype is not source.dtype:
+            target.copy_(source if index is None else _select(source, index))
+
+
+def _select(source: Tensor, index: Tensor) -> Tensor:
+    if index.dim() == 1:
+        return source.index_select(2, index)
+    return source.gather(2, index[:, None, :, None].expand(source.shape))

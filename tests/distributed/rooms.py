@@ -1,0 +1,122 @@
+"""Mailboxes among ranks in threads: memory, flags and what a copy engine can do, without one.
+
+Follows Note [Flags of a mailbox] to the letter but for the streams: what a stream would wait for,
+the thread waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from cp_dispatch.schedules.comm import Ring
+
+_PATIENCE = 20  # seconds
+
+
+class Rooms:
+    """Gives every rank's ring mailboxes on CPU. One per test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.changed = threading.Condition()
+        self._rooms: dict[tuple, list[torch.Tensor]] = {}
+        self._boxes: dict[tuple, Box] = {}
+        self.flags: dict[tuple, set] = {}
+        #: Bytes that each rank pushed to others, by the box's name.
+        self.sent: dict[tuple[str, int], int] = {}
+        monkeypatch.setattr(Ring, "mailbox", self._mailbox_of())
+        monkeypatch.setattr(Ring, "may_push", True)
+
+    def _mailbox_of(self):
+        def mailbox(ring, name, size):
+            key = ring.group.group_name, name, size
+            with self.changed:
+                room = self._rooms.setdefault(
+                    key, [torch.full((size,), 255, dtype=torch.uint8)
+                          for _ in range(ring.world_size)]
+                )  # fmt: skip
+                self.flags.setdefault(key, set())
+                mine = *key, ring.rank
+                if mine not in self._boxes:
+                    self._boxes[mine] = Box(self, key, ring, room)
+                return self._boxes[mine]
+
+        return mailbox
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the boxes that were pushed to."""
+        return {name for name, _ in self.sent}
+
+    def assert_all_is_quiet(self) -> None:
+        """No flag is left for a later call to stumble over."""
+        assert not any(self.flags.values()), self.flags
+
+
+class Box:
+    """As :class:`cp_dispatch.schedules.mailbox.Mailbox`."""
+
+    def __init__(self, rooms: Rooms, key: tuple, ring: Ring, memory: list[torch.Tensor]):
+        self._rooms, self._key, self._memory = rooms, key, memory
+        self._rank = ring.rank
+        self._peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
+        self.views: dict = {}
+
+    def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        assert offset + numel * dtype.itemsize <= len(self._memory[rank])
+        return self._memory[rank][offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def forget_many(self) -> None:
+        self.views.clear()
+
+    def open(self, peers=None) -> None:
+        self._raise("free", self._peers if peers is None else peers)
+
+    def push(self, targets, sources, peers=None, coming=None, ready_at_open=False) -> None:
+        peers = self._peers if peers is None else peers
+        coming = peers if coming is None else coming
+        self._take("free", peers)
+        own = self._memory[self._rank].untyped_storage().data_ptr()
+        for target, source in zip(targets, sources, strict=True):
+            assert target.shape == source.shape and target.dtype is source.dtype
+            for x in (target, source):
+                assert x.numel() == 0 or x[0].is_contiguous(), x.stride()
+            target.copy_(source)
+            if target.untyped_storage().data_ptr() != own:
+                sent = self._rooms.sent
+                name = self._key[1], self._rank
+                sent[name] = sent.get(name, 0) + target.nbytes
+        self._raise("full", peers)
+        self._take("full", coming)
+
+    def wait(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+    def release(self) -> None:
+        # NaN for whoever reads them yet. Peers may write already, but only once it is opened.
+        self._memory[self._rank].fill_(255)
+
+    def _raise(self, kind: str, peers) -> None:
+        with self._rooms.changed:
+            for peer in peers:
+                flag = kind, self._rank, peer
+                assert flag not in self._flags, f"{flag} of {self._key} is raised twice"
+                self._flags.add(flag)
+            self._rooms.changed.notify_all()
+
+    def _take(self, kind: str, peers) -> None:
+        with self._rooms.changed:
+            for peer in peers:
+                flag = kind, peer, self._rank
+                found = self._rooms.changed.wait_for(lambda f=flag: f in self._flags, _PATIENCE)
+                assert found, f"rank {self._rank} waits for {flag} of {self._key}"
+                self._flags.remove(flag)
+
+    @property
+    def _flags(self) -> set:
+        return self._rooms.flags[self._key]

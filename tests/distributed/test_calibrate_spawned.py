@@ -1,0 +1,56 @@
+"""The calibration command, small, on gloo processes; on GPUs where there are some."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cp_dispatch import HeadTail
+from cp_dispatch.costs import Constants, calibrate, predict
+from cp_dispatch.costs.constants import KERNELS, MOVES
+from cp_dispatch.schedules import CHOICES
+from cp_dispatch.settle import settle
+from tests.distributed.spawn import Env, run_asked
+from tests.test_settle import ring
+
+
+def quick(env: Env) -> None:
+    """Every number that a prediction asks for is there, and equal on all ranks' files."""
+    said = []
+    constants = calibrate.measure(env.device, quick=True, say=said.append)
+    assert Constants.from_json(constants.to_json()).to_json() == constants.to_json()
+    assert any("kernels of" in words for words in said)
+    moves = set(constants.moves)
+    assert moves == set(MOVES) or moves == set(MOVES) - {"push"}
+    assert constants.about["ranks"] == env.world_size and constants.slowdown >= 1
+    assert {"ring", "mirrored_ring", "gather", "mirrored_gather", "ulysses"} <= set(
+        constants.floors
+    )
+    for ways in constants.floors.values():
+        assert set(ways) == {"forward", "backward"} and all(ways.values())
+    for backend, dims in constants.kernels.items():
+        (dim,) = dims
+        assert set(dims[dim]) == set(KERNELS)
+        shards = tuple((1, heads, 64, dim) for heads in (32, 8, 8))
+        for layout in (None, HeadTail(64 * env.world_size, env.world_size)):
+            base = ring(tokens=64, ranks=env.world_size, backend=backend, shards=shards)
+            base = dataclasses.replace(base, layout=layout)
+            for wish in CHOICES:
+                prediction = predict(settle(base, wish, env.device.type), constants)
+                assert all(0 < seconds < 60 for seconds in prediction), (wish, prediction)
+
+
+CASES = {"quick": quick}
+
+
+@pytest.fixture(scope="module", params=[2])
+def outcomes(request) -> dict[str, str]:
+    backend = "nccl" if torch.cuda.device_count() >= 2 else "gloo"
+    return run_asked(request, request.param, backend, 120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calibrate(outcomes, case):
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"

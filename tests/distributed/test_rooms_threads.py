@@ -1,0 +1,126 @@
+"""Schedules that put what others need in their memory: right, quiet afterwards, by need alone.
+
+Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_dispatch
+from cp_dispatch import HeadTail
+from tests.distributed.calls import only
+from tests.distributed.permuted import balancers, run_permuted
+from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
+from tests.distributed.rooms import Rooms
+from tests.distributed.sharded import run_sharded
+from tests.distributed.threads import run_threads
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    return Rooms(monkeypatch)
+
+
+def judge(rooms, problem, world_size, kernel, schedule, kind=None, twice=True) -> None:
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, kernel)
+    floors, few = rounding(problem, tensors)
+    balancer = balancers(problem.length, world_size, problem.batch)[kind] if kind else None
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (world_size,))
+        for _ in range(1 + twice):  # rooms are used again
+            if balancer is not None:
+                got = run_permuted(problem, balancer, mesh, schedule=schedule)
+            else:
+                with cp_dispatch.enabled(schedule=schedule):
+                    got = run_sharded(problem, tensors, mesh)
+            check(got, want, alone, floors=floors, few=few)
+
+    with only(kernel):
+        run_threads(world_size, rank_body)
+    assert rooms.sent
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kernel", ["cpu_flash", "math"])
+@pytest.mark.parametrize("schedule, causal", [
+    ("gather", True), ("gather", False), ("natural_ring", True), ("natural_ring", False),
+    ("mirrored_ring", True),
+])  # fmt: skip
+def test_natural_order(rooms, schedule, causal, kernel, world_size):
+    length = 16 * world_size
+    problem = Problem(batch=2, heads=4, key_heads=2, length=length, dim=16, causal=causal)
+    judge(rooms, problem, world_size, kernel, schedule)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.parametrize("kind", ["head-tail", "documents", "documents of each row", "blocks"])
+def test_layouts(rooms, kind, schedule, world_size):
+    problem = Problem(batch=2, heads=4, key_heads=2, length=96, dim=16, causal=True)
+    judge(rooms, problem, world_size, "cpu_flash", schedule, kind)
+
+
+@pytest.mark.parametrize("schedule", ["natural_ring", "gather"])
+@pytest.mark.parametrize("mask", [Mask("bhqk"), Mask("1hqk", None, blind=True)], ids=str)
+def test_masks(rooms, mask, schedule):
+    problem = Problem(batch=2, heads=2, length=64, dim=16, mask=mask)
+    judge(rooms, problem, 4, "math", schedule)
+
+
+@pytest.mark.parametrize("length", [61, 5])
+def test_uneven_shards(rooms, length):
+    problem = Problem(batch=2, heads=2, length=length, dim=16, causal=True)
+    judge(rooms, problem, 4, "math", "natural_ring")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+def test_dtypes(rooms, schedule, dtype):
+    problem = Problem(length=256, causal=True, dtype=dtype)
+    judge(rooms, problem, 4, "cpu_flash", schedule, "head-tail")
+
+
+def sent(rooms, schedule, layout=None, causal=True, world_size=4):
+    """Bytes of keys and of gradients by rank, in shards of keys and values."""
+    problem = Problem(batch=1, heads=2, key_heads=2, length=16 * world_size, causal=causal)
+    tensors = problem.tensors()
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (world_size,))
+        with cp_dispatch.enabled(schedule=schedule, layout=layout):
+            run_sharded(problem, tensors, mesh)
+
+    with only("cpu_flash"):
+        run_threads(world_size, rank_body)
+    key, value = tensors[1:3]
+    shard = (key.nbytes + value.nbytes) / world_size
+    found: dict[str, list[float]] = {}
+    for (name, rank), size in rooms.sent.items():
+        found.setdefault(name, [0.0] * world_size)[rank] = size / shard
+    return found
+
+
+def test_ring_moves_what_is_needed(rooms):
+    """In natural order rank r's keys go to the W - 1 - r ranks after it (in the forward and in the
+    backward), and it sends gradients to the r ranks before it."""
+    found = sent(rooms, "natural_ring")
+    assert found["ring keys"] == [6, 4, 2, 0]
+    assert found["ring gradients"] == [0, 1, 2, 3]
+
+
+def test_gather_moves_what_is_needed(rooms):
+    """Of a head-tail pair the lo piece goes to all others, the hi piece to those before."""
+    found = sent(rooms, "gather", HeadTail(64, 4))
+    assert found["keys"] == [2 * (3 + rank) / 2 for rank in range(4)]
+    assert all(0 < size <= 3 for size in found["gradients"])
+
+
+def test_gather_of_all_moves_all(rooms):
+    found = sent(rooms, "gather", causal=False)
+    assert found == {"keys": [6.0] * 4, "gradients": [3.0] * 4}

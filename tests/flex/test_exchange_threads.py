@@ -1,0 +1,337 @@
+"""What moves, counted in bytes, and whether it arrives: the ops alone, ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.flex import exchange, hops
+from cp_dispatch.flex.exchange import split_rows
+from cp_dispatch.flex.hops import window
+from cp_dispatch.flex.kept import Kept
+from cp_dispatch.flex.needs import everything, moves, needs_of, pays_to_gather, rows_sent
+from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.groups import ring_group_name
+from cp_dispatch.layouts import Span
+from cp_dispatch.permute import span_indices
+from tests.distributed.threads import run_threads
+
+OPS = torch.ops.cp_dispatch
+B, HKV, D, DV = 2, 2, 3, 5
+ROW = B * HKV * (D + DV) * 4  # bytes of a position's key and value
+
+
+class Counter:
+    """Bytes that each rank gives to others."""
+
+    def __init__(self, monkeypatch):
+        self.sent: dict[int, list[int]] = {}
+        self._lock = threading.Lock()
+        swap, gather = dist.all_to_all_single, exchange.all_gather_single
+
+        def count(size: int) -> None:
+            with self._lock:
+                self.sent.setdefault(dist.get_rank(), []).append(size)
+
+        def counted_swap(receive, send, incoming, outgoing, group=None):
+            assert sum(outgoing) == send.nbytes and sum(incoming) == receive.nbytes
+            assert outgoing[dist.get_rank()] == 0
+            count(send.nbytes)
+            return swap(receive, send, incoming, outgoing, group=group)
+
+        def counted_gather(receive, send, group=None):
+            count(send.nbytes * (dist.get_world_size(group) - 1))
+            return gather(receive, send, group=group)
+
+        monkeypatch.setattr(exchange.dist, "all_to_all_single", counted_swap)
+        monkeypatch.setattr(exchange, "all_gather_single", counted_gather)
+
+    def of(self, rank: int) -> int:
+        return sum(self.sent.get(rank, []))
+
+
+def positions(owned, rank: int) -> torch.Tensor:
+    """``(lanes, rows)``."""
+    return torch.stack([span_indices(owned.spans(rank, lane)) for lane in range(owned.lanes)])
+
+
+def run_ops(mask, length: int, ranks: int, layout="", whole=False):
+    """Bring keys to the ranks and gradients back; checks every row of both.
+
+    A rank's gradient of the key at position p is p + 1000 times its rank + 1.
+    """
+    owned = ownership(length, (ranks,), layout, (0, B) if layout and _rows(layout) > 1 else None)
+    generator = torch.Generator().manual_seed(length)
+    key = torch.randn(B, HKV, length, D, generator=generator)
+    value = torch.randn(B, HKV, length, DV, generator=generator)
+    tensors = mask.as_tuple()[2:6]
+    blocks = list(mask.BLOCK_SIZE)
+    tables = (mask.to_dense() > 0).any(1)
+    tables = tables.expand(owned.lanes, -1, -1) if owned.lanes > 1 else tables.any(0, keepdim=True)
+    if whole:
+        needs = everything(owned, owned)
+    else:
+        needs = needs_of(tables, owned, owned, tuple(blocks))
+
+    def needed(rank: int, lane: int) -> torch.Tensor:
+        return span_indices(needs[rank][lane])
+
+    def take(x, rank):
+        place = positions(owned, rank)
+        return torch.stack([x[b][:, place[b if len(place) > 1 else 0]] for b in range(B)])
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (ranks,))
+        arguments = (
+            *tensors, length, length, blocks, [0, B, 0, HKV], [ranks], rank,
+            ring_group_name(mesh, (0,)), layout, False, whole,
+        )  # fmt: skip
+        own = take(key, rank), take(value, rank)
+        for _ in range(2):  # the second time by what is kept
+            buffer = OPS.flex_bring(*own, *arguments, True, False)
+            got = split_rows(buffer, [D, DV])
+        for lane in range(owned.lanes):
+            rows = slice(lane, lane + 1) if owned.lanes > 1 else slice(None)
+            index = needed(rank, lane)
+            rest = torch.ones(length, dtype=torch.bool)
+            rest[index] = rest[positions(owned, rank)[lane]] = False
+            for mine, true in zip(got, (key, value), strict=True):
+                assert torch.equal(mine[rows][:, :, index], true[rows][:, :, index])
+                others = mine[rows][:, :, rest]
+                gathered = pays_to_gather(needs, owned)
+                assert torch.equal(others, true[rows][:, :, rest] * float(gathered))
+        place = torch.arange(length).view(1, 1, -1, 1)
+        grads = [(place * (rank + 1) * 1.0).expand(B, HKV, length, n).clone() for n in (D, DV)]
+        got = OPS.flex_bring_back(*grads, *own, *arguments)
+        mine = positions(owned, rank)
+        for lane in range(owned.lanes):
+            rows = slice(lane, lane + 1) if owned.lanes > 1 else slice(None)
+            factor = torch.zeros(length)
+            for taker in range(ranks):
+                factor[needed(taker, lane)] += taker + 1
+            want = (place.flatten() * factor)[mine[lane]]
+            for x in got:
+                assert torch.equal(x[rows], want.view(1, 1, -1, 1).expand_as(x[rows]))
+
+    run_threads(ranks, body)
+    return needs, owned
+
+
+def _rows(layout: str) -> int:
+    from cp_dispatch.layouts import from_text
+
+    return from_text(layout).rows
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+@settings(max_examples=25)
+@given(
+    length=st.integers(1, 90), ranks=st.integers(2, 4), seed=st.integers(0, 20),
+    density=st.sampled_from([0.0, 0.1, 0.6, 1.0]), kind=st.sampled_from(["", "head", "rows"]),
+    whole=st.booleans(),
+)  # fmt: skip
+def test_rows_arrive(length, ranks, seed, density, kind, whole):
+    stripes = torch.rand(B, 1, 12, 12, generator=torch.Generator().manual_seed(seed)) < density
+    mask = create_block_mask(
+        lambda b, h, q, k: stripes[b, 0, q // 8, k // 8], B, None, length, length, "cpu",
+        BLOCK_SIZE=8,
+    )  # fmt: skip
+    layout = ""
+    if kind == "head":
+        layout = HeadTail(length, ranks).text
+    elif kind == "rows" and length > 1:
+        documents = [[1, length - 1], [length - 1, 1]]
+        layout = PerDocumentHeadTail(documents, ranks).text
+    run_ops(mask, length, ranks, layout, whole)
+
+
+def test_a_window_moves_one_edge(monkeypatch):
+    """A window of 128 on 4,096 tokens over 8 ranks: each rank sends its last rows to the next one,
+    as many as a block, and the backward brings as many gradients back."""
+    counter = Counter(monkeypatch)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 4096, 4096, "cpu"
+    )
+    run_ops(mask, 4096, 8)
+    # Two forwards and one backward, one collective each.
+    for rank in range(8):
+        forward = 128 * ROW if rank < 7 else 0
+        backward = 128 * ROW if rank > 0 else 0
+        assert counter.of(rank) == 2 * forward + backward, counter.sent
+        assert len(counter.sent[rank]) == 3
+
+
+def test_documents_that_ranks_do_not_share_move_nothing(monkeypatch):
+    counter = Counter(monkeypatch)
+    ids = torch.arange(1024) // 256
+    mask = create_block_mask(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 1024, 1024, "cpu"
+    )
+    run_ops(mask, 1024, 4)
+    assert not counter.sent, "no rank may even call a collective"
+    # Two documents that cross one border: those two ranks alone move anything.
+    ids = torch.arange(1024) // 384
+    mask = create_block_mask(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 1024, 1024, "cpu"
+    )
+    run_ops(mask, 1024, 4)
+    sent = [counter.of(rank) for rank in range(4)]
+    # 0-383 | 384-767 | 768-1023 on ranks of 256: rank 1 needs the 256 rows of rank 0, rank 2 the
+    # last 128 of rank 1, which come back as gradients.
+    assert sent == [2 * 256 * ROW, (2 * 128 + 256) * ROW, 128 * ROW, 0]
+
+
+def test_causal_moves_a_triangle(monkeypatch):
+    counter = Counter(monkeypatch)
+    mask = create_block_mask(causal, None, None, 512, 512, "cpu", BLOCK_SIZE=32)
+    needs, owned = run_ops(mask, 512, 4)
+    assert [rows_sent(needs, owned, rank) for rank in range(4)] == [384, 256, 128, 0]
+    for rank in range(4):
+        forward, backward = 128 * (3 - rank), 128 * rank
+        assert counter.of(rank) == (2 * forward + backward) * ROW
+
+
+def test_all_keys_are_gathered(monkeypatch):
+    counter = Counter(monkeypatch)
+    mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 64, 64, "cpu", BLOCK_SIZE=8)
+    run_ops(mask, 64, 4)
+    assert all(sent[:2] == [3 * 16 * ROW] * 2 for sent in counter.sent.values())
+
+
+def test_large_moves_go_one_distance_at_a_time(monkeypatch):
+    """So that a rank never holds a second copy of everybody's rows."""
+    monkeypatch.setattr(exchange, "_AT_ONCE", 0)
+    counter = Counter(monkeypatch)
+    mask = create_block_mask(causal, None, None, 96, 96, "cpu", BLOCK_SIZE=8)
+    run_ops(mask, 96, 3)
+    # Rank 0 sends its 32 rows to rank 1, then to rank 2.
+    assert counter.sent[0][:2] == [32 * ROW, 32 * ROW]
+    assert counter.sent[2][:2] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["", "head"])
+@pytest.mark.parametrize("length, block", [(72, 8), (50, 8), (33, 16)])
+def test_hops_bring_windows(kind, length, block, monkeypatch):
+    """Every needed row of an owner arrives in its window, and gradients go home; hops at which no
+    rank needs anything call no collective."""
+    ranks, edge = 3, block
+    layout = HeadTail(length, ranks).text if kind else ""
+    counter = Counter(monkeypatch)
+    monkeypatch.setattr(hops.dist, "all_to_all_single", exchange.dist.all_to_all_single)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < edge), None, None, length, length, "cpu",
+        BLOCK_SIZE=block,
+    )  # fmt: skip
+    owned = ownership(length, (ranks,), layout)
+    needs = needs_of((mask.to_dense() > 0).any(1), owned, owned, (block, block))
+    table = moves(needs, owned)
+    generator = torch.Generator().manual_seed(length)
+    key, value = (torch.randn(B, HKV, length, n, generator=generator) for n in (D, DV))
+
+    def body(rank: int) -> int:
+        mesh, calls = init_device_mesh("cpu", (ranks,)), 0
+        place = positions(owned, rank)[0]
+        own = key[:, :, place], value[:, :, place]
+        arguments = (
+            *mask.as_tuple()[2:6], length, length, [block, block], [0, B, 0, HKV], [ranks], rank,
+            ring_group_name(mesh, (0,)), layout, False, False,
+        )  # fmt: skip
+        for hop in range(ranks):
+            owner, taker = (rank - hop) % ranks, (rank + hop) % ranks
+            view = window(owned, owner, block)
+            where = span_indices(view.runs)
+            buffer = OPS.flex_hop(*own, *arguments, hop, True, False)
+            got = split_rows(buffer, [D, DV])
+            wanted = torch.isin(where, span_indices(table[owner][rank].places))
+            for mine, true in zip(got, (key, value), strict=True):
+                assert mine.size(2) == view.length == len(where)
+                assert torch.equal(mine[:, :, wanted], true[:, :, where[wanted]])
+            grads = [
+                (where * (rank + 1.0)).view(1, 1, -1, 1).expand(B, HKV, -1, n) for n in (D, DV)
+            ]
+            shares = OPS.flex_hop_back(*grads, *own, *arguments, hop)
+            given = torch.isin(place, span_indices(table[rank][taker].places))
+            want = torch.where(given, place * (taker + 1.0), 0.0)
+            for share in shares:
+                assert torch.equal(share, want.view(1, -1, 1, 1, 1).expand_as(share))
+            busy = any(table[o][(o + hop) % ranks].rows for o in range(ranks))
+            calls += 2 * bool(busy and hop)
+        return calls
+
+    calls = run_threads(ranks, body)
+    assert [len(counter.sent.get(rank, [])) for rank in range(ranks)] == calls
+    if not kind and length % (ranks * block) == 0:
+        assert calls == [2] * ranks, "keys come from the rank before alone"
+
+
+def test_windows_of_blocks_on_a_border():
+    owned = ownership(20, (2,))
+    assert window(owned, 0, 8) == ((0, 1), (True, False), (Span(0, 16),), (Span(0, 10),))
+    view = window(owned, 1, 8)
+    assert view == ((1, 2), (False, True), (Span(8, 12),), (Span(10, 10),))
+    assert view.places((Span(10, 3),)) == (Span(2, 3),)
+    assert view.pieces(torch.tensor(0), torch.arange(12)).tolist() == list(range(8, 20))
+    laid = ownership(32, (2,), HeadTail(32, 2).text)
+    view = window(laid, 0, 8)
+    assert view.blocks == (0, 3) and view.runs == (Span(0, 8), Span(24, 8))
+    assert view.pieces(torch.tensor(0), torch.tensor([7, 8])).tolist() == [7, 24]
+
+
+def test_moves_are_runs():
+    """What is next to each other in the shard and among all positions is one run."""
+    owned = ownership(16, (2,), HeadTail(16, 2).text)
+    assert owned.spans(0) == (Span(0, 4), Span(12, 4))
+    table = moves((((Span(0, 16),),), ((Span(2, 12),),)), owned)
+    move = table[0][1]
+    assert move.shard == (Span(2, 4),) and move.places == (Span(2, 2), Span(12, 2))
+    assert table[1][1].places == (Span(4, 8),) and table[1][1].rows == 8
+
+
+def test_kept_while_a_mask_lives_and_stays_as_it_is():
+    kept, made = Kept(), []
+
+    def make():
+        made.append(None)
+        return len(made)
+
+    x = torch.arange(4, dtype=torch.int32)
+    assert [kept.get([x, None], "key", make) for _ in range(2)] == [1, 1]
+    assert kept.get([x.view(4), None], "key", make) == 1, "another tensor object, the same memory"
+    assert kept.get([x], "other key", make) == 2
+    assert kept.get([x[1:]], "key", make) == 3
+    x.add_(1)
+    assert kept.get([x], "key", make) == 4
+    with torch.inference_mode():
+        y = torch.arange(3)
+        assert [kept.get([y], "key", make) for _ in range(2)] == [5, 6]
+    del x
+    kept.get([torch.arange(2)], "key", make)
+    assert len(kept._entries) <= 1, "what belonged to memory that is gone goes too"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_mask_of_other_contents_is_looked_at_anew(ranks, monkeypatch):
+    """The same tensors written over with another mask: nobody waits for yesterday's rows."""
+    counter = Counter(monkeypatch)
+    length = 16 * ranks
+    near = create_block_mask(
+        lambda b, h, q, k: q // 16 == k // 16, None, None, length, length, "cpu", BLOCK_SIZE=8
+    )
+    run_ops(near, length, ranks)
+    assert not counter.sent
+    far = create_block_mask(causal, None, None, length, length, "cpu", BLOCK_SIZE=8)
+    for old, new in zip(near.as_tuple()[2:6], far.as_tuple()[2:6], strict=True):
+        old.copy_(new)
+    run_ops(near, length, ranks)
+    assert counter.of(0) > 0

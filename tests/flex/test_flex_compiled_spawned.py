@@ -1,0 +1,263 @@
+"""``torch.compile`` of FlexAttention on DTensors, on real processes: whole graphs, both ways."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cp_dispatch
+from cp_dispatch import HeadTail
+from tests.distributed.sharded import distribute
+from tests.distributed.spawn import TORCH_2_13, Env, run_asked
+from tests.flex.problems import (
+    FlexProblem,
+    causal,
+    check,
+    exact,
+    gradients_on_cpu,
+    one_device,
+)
+from tests.flex.sharded import run_sharded
+
+
+class Graphs:
+    """A backend that compiles as ``aot_eager`` does and counts ops in what it is given."""
+
+    def __init__(self):
+        self.forward: list[dict] = []
+        self.backward: list[dict] = []
+        self._backend = aot_autograd(
+            fw_compiler=self._keep(self.forward),
+            bw_compiler=self._keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def __call__(self, graph, example):
+        return self._backend(graph, example)
+
+    @staticmethod
+    def _keep(counts):
+        def compiler(graph, _):
+            names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            flex = [name for name in names if "flex" in name]
+            counts.append({name: flex.count(name) for name in set(flex)})
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+CUT, BRING, BACK, ORDER = (
+    f"cp_dispatch.flex_{name}.default" for name in ("cut", "bring", "bring_back", "order")
+)
+
+
+def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> None:
+    """As exact as one device; keys come once each way, and a second call compiles nothing."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+
+    def doubled(query, *args, **kwargs):
+        return flex_attention(query * 2.0, *args, **kwargs)
+
+    function = flex_attention if compile_what == "flex" else doubled
+    attend = torch.compile(function, fullgraph=True, backend=graphs)
+    with gradients_on_cpu():
+        single = one_device(problem)  # and torch has warned once about all that it warns about
+    layout = HeadTail(problem.length, env.world_size) if layout else None
+    with gradients_on_cpu(), cp_dispatch.enabled(layout=layout):
+        for again in (False, True):
+            with torch._dynamo.config.patch(error_on_recompile=again):
+                got = run_sharded(problem, env.mesh(), layout=layout, attend=attend)
+    if compile_what == "flex":
+        check(got, exact(problem), single)
+    else:
+        with gradients_on_cpu(), cp_dispatch.enabled():
+            want = run_sharded(problem, env.mesh(), attend=doubled)
+        for name, x in got.items():
+            torch.testing.assert_close(x, want[name])
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    assert forward == {CUT: 1, BRING: 1, "flex_attention": 1}, forward
+    # What the forward made of the mask is kept for the backward, the keys are not.
+    assert backward[BRING] == backward[BACK] == backward["flex_attention_backward"] == 1, backward
+    assert CUT not in backward and ORDER not in backward, backward
+
+
+def compiled_ring(env: Env) -> None:
+    """As exact as one device, all hops in one graph, forward and backward."""
+    torch._dynamo.reset()
+    problem, graphs = FlexProblem("relative bias", 250, block=32), Graphs()
+    attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+    with gradients_on_cpu():
+        single = one_device(problem)
+        for layout in (None, HeadTail(250, env.world_size)):
+            with cp_dispatch.enabled(schedule="ring", layout=layout):
+                got = run_sharded(problem, env.mesh(), layout=layout, attend=attend)
+            check(got, exact(problem), single)
+    hop, back = "cp_dispatch.flex_hop.default", "cp_dispatch.flex_hop_back.default"
+    for forward, backward in zip(graphs.forward, graphs.backward, strict=True):
+        assert forward[hop] == forward[CUT] == forward["flex_attention"] == env.world_size
+        assert backward[hop] == backward[back] == env.world_size
+        assert backward["flex_attention_backward"] == env.world_size
+
+
+def documents_of_other_lengths(env: Env) -> None:
+    """One graph for all contents of a mask, and what moves goes by the contents."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+    length, mesh = 256, env.mesh()
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, length, 16, generator=generator) for _ in range(3)]
+    results = []
+    for size in (128, 60, 200):
+        ids = torch.arange(length) // size
+
+        def mod(b, h, q, k, ids=ids):
+            return (ids[q] == ids[k]) & (q >= k)
+
+        mask = create_block_mask(mod, None, None, length, length, "cpu", BLOCK_SIZE=32)
+        with gradients_on_cpu(), cp_dispatch.enabled():
+            for f in (flex_attention, attend):
+                leaves = [distribute(x, mesh, [Shard(2)]).requires_grad_() for x in inputs]
+                with torch._dynamo.config.patch(error_on_recompile=f is attend and size != 128):
+                    out = f(*leaves, block_mask=mask)
+                results.append([out, *torch.autograd.grad(out, leaves, out.detach())])
+        for a, b in zip(*results[-2:], strict=True):
+            torch.testing.assert_close(a.full_tensor(), b.full_tensor())
+    assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+class Attention(torch.nn.Module):
+    """A block of a model: projections, flex attention with a learned bias, residual.
+
+    The bias is a plain tensor: in graphs that no compiler gets, torch 2.13's dense backward has no
+    gradient for what became a shard of a DTensor on the way. ``tests/gpu`` has one as a parameter.
+    """
+
+    def __init__(self, width: int, heads: int, length: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+        self.bias = (torch.randn(heads, 2 * length) / 4).requires_grad_()
+        self.length = length
+
+    def forward(self, x, mask):
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = (y.transpose(1, 2) for y in qkv.unbind(2))
+        bias = self.bias
+
+        def score(score, b, h, q, k):
+            return score + bias[h, q - k + self.length]
+
+        y = flex_attention(query, key, value, score_mod=score, block_mask=mask)
+        return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+def model_in_one_graph(env: Env, backend_name: str | None) -> None:
+    """Two layers whose parameters are replicated DTensors, with a learned bias that the mod
+    captures; against one process."""
+    torch._dynamo.reset()
+    length, width, heads = 96, 16, 2
+    mask = create_block_mask(causal, None, None, length, length, "cpu", BLOCK_SIZE=32)
+    # Uncompiled, torch's dynamo takes no views of what a Linear makes of a batch of shards; torch
+    # 2.11 has no such Linear in a graph.
+    batch = 2 if backend_name is not None and TORCH_2_13 else 1
+    x = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(0))
+
+    def run(sharded: bool):
+        torch.manual_seed(1)
+        model = torch.nn.ModuleList([Attention(width, heads, length) for _ in range(2)])
+
+        def forward(x):
+            for layer in model:
+                x = layer(x, mask)
+            return x
+
+        mine = x
+        if sharded:
+            distribute_module(model, env.mesh())
+            mine = distribute(x, env.mesh(), [Shard(1)])
+            if backend_name is not None:
+                forward = torch.compile(forward, fullgraph=True, backend=backend_name)
+        out = forward(mine)
+        out.square().sum().backward()
+        grads = [p.grad for p in model.parameters()] + [layer.bias.grad for layer in model]
+        results = [out, *grads]
+        return [y.full_tensor() if isinstance(y, DTensor) else y for y in results]
+
+    with gradients_on_cpu():
+        want = run(False)
+        with cp_dispatch.enabled():
+            got = run(True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def follows_the_setting(env: Env) -> None:
+    """Another layout compiles anew, coming back finds the first graph again."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+    length, mesh = 96, env.mesh()
+    layout = HeadTail(length, env.world_size)
+    x = torch.randn(1, 2, length, 16, generator=torch.Generator().manual_seed(0))
+    mask = create_block_mask(causal, None, None, length, length, "cpu", BLOCK_SIZE=32)
+    want = flex_attention(x, x, x, block_mask=mask)
+    for setting in (None, layout, None, layout):
+        index = torch.arange(length) if setting is None else setting.indices[0]
+        mine = distribute(x[:, :, index], mesh, [Shard(2)])
+        with cp_dispatch.enabled(layout=setting):
+            got = attend(mine, mine, mine, block_mask=mask).full_tensor()
+        torch.testing.assert_close(got[:, :, index.argsort()], want)
+    assert len(graphs.forward) == 2
+
+
+def inductor(env: Env) -> None:
+    """The kernel that inductor makes for CPU (which has no backward); the second time from torch's
+    caches, which all ranks share and whose keys must tell them apart."""
+    problem = FlexProblem("documents", 250, block=64)
+    mods = problem.mods("cpu")
+    mask = problem.block_mask(mods, "cpu")
+    inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in problem.tensors()[:3]]
+    with gradients_on_cpu():
+        single = one_device(problem)
+    for _ in range(2):
+        torch._dynamo.reset()
+        with torch.no_grad(), cp_dispatch.enabled():
+            attend = torch.compile(flex_attention, fullgraph=True)
+            got = attend(*inputs, block_mask=mask).full_tensor()
+        check({"output": got}, {"output": exact(problem)["output"]}, single)
+
+
+CASES = {
+    "causal": functools.partial(alone, problem=FlexProblem("causal", 256, block=32)),
+    "bias": functools.partial(alone, problem=FlexProblem("relative bias", 127)),
+    "layout": functools.partial(alone, problem=FlexProblem("window", 200, block=64), layout=True),
+    "in a function": functools.partial(
+        alone, problem=FlexProblem("documents", 192), compile_what="function"
+    ),
+    "ring": compiled_ring,
+    "documents of other lengths": documents_of_other_lengths,
+    "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
+    "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),
+    "follows the setting": follows_the_setting,
+    "inductor": inductor,
+}
+
+
+@pytest.fixture(scope="module", params=[2], ids=lambda size: f"{size}ranks")
+def outcomes(request) -> dict[str, str]:
+    return run_asked(request, request.param, "gloo", 120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled(outcomes, case):
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"

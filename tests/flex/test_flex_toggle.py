@@ -1,0 +1,249 @@
+"""Rules come with the toggle and go with it; refusals come before any communication."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cp_dispatch
+from cp_dispatch import ContextParallelError, HeadTail, PerDocumentHeadTail
+from cp_dispatch._compat import add_subclass_rule, remove_subclass_rule
+from cp_dispatch.flex.call import FlexCall
+from cp_dispatch.flex.mask_tuple import MaskTuple
+from cp_dispatch.flex.mods import Pieces, Place, pieces
+from cp_dispatch.flex.plan import make_plan
+from cp_dispatch.flex.remember import remember, remembered, users, when_none_is_left
+from cp_dispatch.layouts import Span
+from cp_dispatch.options import Options
+from tests.ranks import fake_ranks, one_rank, outline
+
+FORWARD = torch.ops.higher_order.flex_attention
+BACKWARD = torch.ops.higher_order.flex_attention_backward
+ROWS = (Shard(2),)
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def mask_of(length: int, batch=None, heads=None):
+    return create_block_mask(causal, batch, heads, length, length, "cpu")
+
+
+def test_rules_are_there_while_enabled_alone():
+    before = [dict(op.python_key_table) for op in (FORWARD, BACKWARD)]
+    assert not any(DTensor in table for table in before)
+    with cp_dispatch.enabled():
+        assert all(DTensor in op.python_key_table for op in (FORWARD, BACKWARD))
+    assert [dict(op.python_key_table) for op in (FORWARD, BACKWARD)] == before
+
+
+def test_off_is_torchs_own_error():
+    with one_rank() as mesh:
+        x = outline_of_data(mesh)
+        with pytest.raises(Exception, match="no rule registered|not supported"):
+            flex_attention(x, x, x)
+        with cp_dispatch.enabled():
+            got = flex_attention(x, x, x)
+        assert isinstance(got, DTensor)
+        with pytest.raises(Exception, match="no rule registered|not supported"):
+            flex_attention(x, x, x)
+
+
+def outline_of_data(mesh) -> DTensor:
+    return DTensor.from_local(torch.randn(1, 1, 8, 4), mesh, ROWS, run_check=False)
+
+
+def test_plain_calls_are_left_alone():
+    x = torch.randn(1, 2, 40, 8)
+    mask = mask_of(40)
+    want = flex_attention(x, x, x, block_mask=mask)
+    with cp_dispatch.enabled():
+        assert torch.equal(flex_attention(x, x, x, block_mask=mask), want)
+
+
+def test_cpu_gradients_are_refused_by_torch():
+    with one_rank() as mesh, cp_dispatch.enabled():
+        x = outline_of_data(mesh).requires_grad_()
+        with pytest.raises(NotImplementedError, match="CPU"):
+            flex_attention(x, x, x)
+
+
+def test_what_a_forward_leaves():
+    """The backward's rule stays until no forward waits for it."""
+    removed = []
+    options = Options()
+    kernel_options = {"BLOCK_M": 64}
+    remember(kernel_options, options)
+    assert remembered(kernel_options) is options
+    assert users(kernel_options) == {"BLOCK_M": 64}
+    when_none_is_left(lambda: removed.append(None))
+    assert not removed
+    del kernel_options
+    gc.collect()
+    assert removed
+    assert remembered({}) is None
+    # A graph's own dict takes no notes, and needs none.
+    frozen = torch.fx.immutable_collections.immutable_dict({"a": 1})
+    remember(frozen, options)
+    assert frozen == {"a": 1}
+
+
+def test_a_rule_is_replaced():
+    class Kind(torch.Tensor):
+        pass
+
+    add_subclass_rule(FORWARD, Kind, "first")
+    add_subclass_rule(FORWARD, Kind, "second")
+    assert FORWARD.python_key_table[Kind] == "second"
+    remove_subclass_rule(FORWARD, Kind)
+    remove_subclass_rule(FORWARD, Kind)
+    assert Kind not in FORWARD.python_key_table
+
+
+def reasons(mesh, query, key=None, value=None, mask=None, layout=None, captured=()) -> str:
+    key = query if key is None else key
+    value = key if value is None else value
+    mask = mask or mask_of(query.shape[2])
+    call = FlexCall(query, key, value, MaskTuple(mask.as_tuple()), captured)
+    plan = make_plan(Options(layout=layout), call)
+    assert plan.handler == "refused", plan
+    text = str(plan)
+    assert "given:" in text and "refused because:" in text
+    assert all(line in text for line in plan.reasons)
+    assert isinstance(plan.error(), ContextParallelError)
+    return text
+
+
+SHAPE = (2, 4, 64, 8)
+
+
+@pytest.mark.parametrize("placed, match", [
+    ((Shard(3),), "query is S.*3.* on .*supported are"),
+    ((Partial(),), "query is P.* on .*supported are"),
+])  # fmt: skip
+def test_query_placements(placed, match):
+    with fake_ranks(2) as mesh:
+        whole = outline(mesh, SHAPE, (Replicate(),))
+        assert re.search(match, reasons(mesh, outline(mesh, SHAPE, placed), whole))
+
+
+def test_refusals_name_every_reason():
+    with fake_ranks(2) as mesh:
+        rows, whole = outline(mesh, SHAPE), outline(mesh, SHAPE, (Replicate(),))
+        heads = outline(mesh, SHAPE, (Shard(1),))
+        assert "key is" in reasons(mesh, rows, heads, rows)
+        text = reasons(mesh, rows, rows, whole)
+        assert "place them alike" in text
+        plain = torch.randn(SHAPE)
+        assert "key is a Tensor beside DTensors" in reasons(mesh, rows, plain, rows)
+        assert "cast to one dtype" in reasons(mesh, rows, outline(mesh, SHAPE, dtype=torch.float64))
+        grouped = outline(mesh, (2, 1, 64, 8), (Shard(1),))
+        assert "do not divide over the 2 ranks" in reasons(mesh, heads, grouped)
+        batch, one = outline(mesh, SHAPE, (Shard(0),)), outline(mesh, (1, 4, 64, 8), (Shard(0),))
+        assert "expand key and value" in reasons(mesh, batch, one)
+        assert "must agree in all but" in reasons(mesh, rows, rows, outline(mesh, (2, 4, 60, 8)))
+        assert "block_mask is for 3 batch rows" in reasons(mesh, rows, mask=mask_of(64, 3))
+        both = reasons(mesh, outline(mesh, SHAPE, (Shard(3),)), heads, mask=mask_of(64, 3))
+        assert "supported are" in both and "3 batch rows" in both
+
+
+def test_refusals_of_captured_tensors():
+    with fake_ranks(2, 2, names=("a", "b")) as mesh:
+        rows = outline(mesh, SHAPE, (Shard(2), Replicate()))
+        other = outline(mesh["a"], (64,), (Replicate(),))
+        assert "tensor 0 that score_mod captures is on" in reasons(mesh, rows, captured=(other,))
+
+
+def test_refusals_of_layouts():
+    with fake_ranks(2) as mesh:
+        rows = outline(mesh, SHAPE)
+        assert "2 ranks share the sequence" in reasons(mesh, rows, layout=HeadTail(64, 4))
+        assert "enabled(layout=None)" in reasons(mesh, rows, layout=HeadTail(60, 2))
+        own_rows = PerDocumentHeadTail([[4, 60], [60, 4], [30, 34]], 2)
+        assert "batch rows" in reasons(mesh, rows, layout=own_rows)
+        odd = outline(mesh, (30, 64), (Shard(0),))
+        text = reasons(mesh, rows, layout=HeadTail(64, 2), captured=(odd,))
+        assert "should lie in the layout" in text
+    with fake_ranks(2, 2, names=("a", "b")) as mesh:
+        both = outline(mesh, (2, 4, 5, 8), (Shard(2), Shard(2)))
+        text = reasons(mesh, both, mask=mask_of(5), layout=HeadTail(5, 4))
+        assert "use a length that they divide" in text
+
+
+def test_a_mask_of_another_rank_is_refused():
+    """One that has other rows of blocks than the whole sequence or this rank."""
+    with fake_ranks(3) as mesh, cp_dispatch.enabled():
+        x = [outline(mesh, (1, 1, 1000, 8))] * 3
+        own = cp_dispatch.create_cp_block_mask(causal, None, None, 1000, 1000, mesh, BLOCK_SIZE=32)
+        plan = cp_dispatch.explain_flex(*x, own)
+        assert plan.handler == "cp_dispatch" and plan.rows_sent is None
+    with fake_ranks(4) as mesh, cp_dispatch.enabled():
+        x = [outline(mesh, (1, 1, 1000, 8))] * 3
+        plan = cp_dispatch.explain_flex(*x, own)
+        assert plan.handler == "refused" and "this rank's (rank 0 of 4)" in str(plan)
+
+
+def test_explain_tells_what_moves():
+    with fake_ranks(8) as mesh:
+        x = [outline(mesh, (1, 2, 4096, 16))] * 3
+        mask = create_block_mask(
+            lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 4096, 4096, "cpu"
+        )
+        off = cp_dispatch.explain_flex(*x, mask)
+        assert off.handler == "stock" and "not enabled" in str(off)
+        with cp_dispatch.enabled():
+            plan = cp_dispatch.explain_flex(*x, mask)
+            whole = cp_dispatch.explain_flex(*x)
+        with cp_dispatch.enabled(schedule="gather"):
+            gather = cp_dispatch.explain_flex(*x, mask)
+        assert plan.schedule == "exchange" and plan.rows_sent == (128,) * 7 + (0,)
+        assert plan.bytes_sent(0) == 128 * 2 * (16 + 16) * 4
+        assert "rank    0 sends     128 rows" in str(plan)
+        assert gather.schedule == "gather" and whole.rows_sent == gather.rows_sent
+        assert gather.rows_sent == (7 * 512,) * 8
+        assert plan.extra_bytes == (4096 * plan.key_row_bytes, 2 * 4096 * plan.key_row_bytes)
+    plain = cp_dispatch.explain_flex(*[torch.randn(1, 1, 8, 4)] * 3)
+    assert plain.handler == "stock"
+
+
+def test_explain_of_a_ring():
+    with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule="natural_ring"):
+        plan = cp_dispatch.explain_flex(*[outline(mesh, SHAPE)] * 3, mask_of(64))
+        assert plan.schedule == "ring" and plan.rows_sent == (32, 32)
+        assert plan.extra_bytes == (64 * plan.key_row_bytes, 3 * 64 * plan.key_row_bytes)
+        odd = [outline(mesh, (2, 1, 64, 8), (Shard(1),))] * 3
+        assert cp_dispatch.explain_flex(*odd).schedule == "local"
+    with fake_ranks(4) as mesh, cp_dispatch.enabled(schedule="ring"):
+        plan = cp_dispatch.explain_flex(*[outline(mesh, (1, 1, 5, 8))] * 3)
+        assert plan.schedule == "exchange" and "no ring, for some rank has no rows" in str(plan)
+
+
+def test_local_rows_to_positions():
+    spans = (Span(4, 3), Span(20, 2))
+    place = pieces(spans)
+    assert place == Pieces((0, 3), (4, 17))
+    rows = torch.arange(5)
+    assert place(torch.tensor(0), rows).tolist() == [4, 5, 6, 20, 21]
+    assert pieces(tuple(Span(10 * i, 1) for i in range(9))) is None
+    assert pieces(()) == Pieces((0,), (0,))
+
+
+def test_mods_with_a_table_take_it_last():
+    table = torch.tensor([[5, 6], [7, 8]])
+    place = Place(1, 2, None, table_lanes=2)
+    b, h, row, k = (torch.tensor(i) for i in (1, 0, 1, 3))
+    seen = place.mask_mod(lambda *args: args)(b, h, row, k, "mine", table)
+    assert [int(x) for x in seen[:4]] == [2, 2, 8, 3] and seen[4:] == ("mine",)
+    grads = place.joint_graph(lambda *args: [args[0], None, None, None, None, "dmine"])(
+        torch.tensor(0.5), b, h, row, k, torch.tensor(1.0), "mine", table
+    )
+    assert grads[5:] == ["dmine", None]
+    assert Place().is_identity and not place.is_identity
+    mod = object()
+    assert Place().mask_mod(mod) is mod

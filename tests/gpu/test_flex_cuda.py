@@ -1,0 +1,317 @@
+"""Compiled FlexAttention on 2 and up to 4 GPUs, against float64.
+
+All in one command, or by parts, for each case compiles its own kernels::
+
+    python -m pytest tests/gpu/test_flex_cuda.py [-k "4GPUs and bfloat16"]
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+import cp_dispatch
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from tests.distributed.sharded import distribute
+from tests.distributed.spawn import Env, run_asked
+from tests.flex.problems import KINDS, FlexProblem, causal, check, documents, exact, one_device
+from tests.flex.sharded import ROWS, run_sharded
+
+GPUS = torch.cuda.device_count()
+WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
+BF16 = torch.bfloat16
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+
+torch._dynamo.config.recompile_limit = 10_000
+
+
+def compiled():
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def judge(env: Env, problem: FlexProblem, mesh=None, layout=None, schedule="auto", **how) -> None:
+    torch._dynamo.reset()
+    with cp_dispatch.enabled(schedule=schedule, layout=layout):
+        got = run_sharded(problem, mesh or env.mesh(), layout=layout, attend=compiled(), **how)
+    if env.rank == 0:
+        check(got, exact(problem, env.device), one_device(problem, env.device, compiled()))
+
+
+def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
+    length, ranks = problem.length, env.world_size
+    third = length // 3
+    mods = problem.mods(env.device)
+    layout = {
+        "head-tail": lambda: HeadTail(length, ranks),
+        "documents": lambda: PerDocumentHeadTail([third, length - third], ranks),
+        "documents of each row": lambda: PerDocumentHeadTail(
+            [[third + i, length - third - i] for i in range(problem.batch)], ranks
+        ),
+        "blocks": lambda: BlockBalanced(problem.block_mask(mods, env.device), ranks),
+    }[kind]()
+    judge(env, problem, layout=layout, **how)
+
+
+def own_rows(env: Env, problem: FlexProblem, layout: bool) -> None:
+    layout = HeadTail(problem.length, env.world_size) if layout else None
+
+    def mask(mods):
+        return cp_dispatch.create_cp_block_mask(
+            mods.mask, *problem.mask_shape, problem.length, problem.length, env.mesh(),
+            layout=layout, BLOCK_SIZE=problem.block,
+        )  # fmt: skip
+
+    judge(env, problem, layout=layout, block_mask=mask)
+
+
+def two_dims(env: Env, problem: FlexProblem, placements) -> None:
+    judge(env, problem, env.mesh(2, 2, names=("a", "b")), placements=placements)
+
+
+def documents_of_other_lengths(env: Env) -> None:
+    """No recompilation, forward and backward, and right each time."""
+    torch._dynamo.reset()
+    length, mesh, attend = 2048, env.mesh(), compiled()
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, 4, length, 64, generator=generator).to(env.device, BF16) for _ in range(3)
+    ]
+    alone = compiled()
+    for step, mean in enumerate((500, 60, 1100, 300)):
+        ids = documents(length, mean, env.device)[0]
+
+        def mod(b, h, q, k, ids=ids):
+            return (ids[q] == ids[k]) & (q >= k)
+
+        mask = create_block_mask(mod, None, None, length, length, env.device)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            with cp_dispatch.enabled():
+                leaves = [distribute(x, mesh, ROWS).requires_grad_() for x in inputs]
+                out = attend(*leaves, block_mask=mask)
+                got = [out, *torch.autograd.grad(out, leaves, out.detach())]
+        plain = [x.detach().requires_grad_() for x in inputs]
+        out = alone(*plain, block_mask=mask)
+        want = [out, *torch.autograd.grad(out, plain, out.detach())]
+        for a, b in zip(got, want, strict=True):
+            error = (a.full_tensor().double() - b.double()).norm() / b.double().norm()
+            assert error < 4 * torch.finfo(BF16).eps, error
+
+
+class Attention(torch.nn.Module):
+    """Projections, flex attention with a learned bias, residual."""
+
+    def __init__(self, width: int, heads: int, length: int):
+        super().__init__()
+        self.heads, self.length = heads, length
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+        self.bias = torch.nn.Parameter(torch.randn(heads, 2 * length) / 4)
+
+    def forward(self, x, mask):
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = (y.transpose(1, 2) for y in qkv.unbind(2))
+        bias = self.bias
+
+        def score(score, b, h, q, k):
+            return score + bias[h, q - k + self.length]
+
+        y = flex_attention(query, key, value, score_mod=score, block_mask=mask)
+        return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+def model_in_one_graph(env: Env) -> None:
+    """All parameters replicated DTensors, one of them captured by the mod; against one GPU."""
+    torch._dynamo.reset()
+    length, width, heads = 512, 128, 2
+    mask = create_block_mask(causal, None, None, length, length, env.device)
+    x = torch.randn(2, length, width, generator=torch.Generator().manual_seed(0)).to(env.device)
+
+    def run(sharded: bool):
+        torch.manual_seed(1)
+        model = torch.nn.ModuleList([Attention(width, heads, length) for _ in range(2)])
+        model.to(env.device)
+
+        def forward(x):
+            for layer in model:
+                x = layer(x, mask)
+            return x
+
+        mine = x
+        if sharded:
+            distribute_module(model, env.mesh())
+            mine = distribute(x, env.mesh(), [Shard(1)])
+        out = torch.compile(forward, fullgraph=True, dynamic=False)(mine)
+        out.square().sum().backward()
+        results = [out, *(p.grad for p in model.parameters())]
+        return [y.full_tensor() if isinstance(y, DTensor) else y for y in results]
+
+    want = run(False)
+    with cp_dispatch.enabled():
+        got = run(True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def auxiliary(env: Env) -> None:
+    torch._dynamo.reset()
+    problem = FlexProblem("window", 1000, dim=64)
+    inputs = problem.tensors(env.device)[:3]
+    mask = problem.block_mask(problem.mods(env.device), env.device)
+    request = AuxRequest(lse=True, max_scores=True)
+    attend = compiled()
+    with torch.no_grad():
+        want, want_aux = attend(*inputs, block_mask=mask, return_aux=request)
+        sharded = [distribute(x, env.mesh(), ROWS) for x in inputs]
+        with cp_dispatch.enabled():
+            got, got_aux = attend(*sharded, block_mask=mask, return_aux=request)
+    pairs = (got, want), (got_aux.lse, want_aux.lse), (got_aux.max_scores, want_aux.max_scores)
+    for a, b in pairs:
+        assert a.placements == ROWS
+        torch.testing.assert_close(a.full_tensor(), b)
+
+
+def uncompiled(env: Env) -> None:
+    problem = FlexProblem("relative bias", 200)
+    with cp_dispatch.enabled():
+        got = run_sharded(problem, env.mesh())
+    check(got, exact(problem, env.device), one_device(problem, env.device))
+
+
+def kernel_options(env: Env) -> None:
+    torch._dynamo.reset()
+    problem = FlexProblem("causal", 512, dim=64)
+
+    def attend(*args, **kwargs):
+        return flex_attention(*args, kernel_options={"BLOCK_M": 64, "BLOCK_N": 32}, **kwargs)
+
+    attend = torch.compile(attend, fullgraph=True, dynamic=False)
+    with cp_dispatch.enabled():
+        got = run_sharded(problem, env.mesh(), attend=attend)
+    if env.rank == 0:
+        check(got, exact(problem, env.device), one_device(problem, env.device, attend))
+
+
+def memory(env: Env) -> None:
+    """A step holds room for all keys, their gradients and what is on the way, and no more: not a
+    second copy for the backward, not one in float32."""
+    torch._dynamo.reset()
+    local, heads, dim = 8192, 8, 128
+    length, mesh, attend = local * env.world_size, env.mesh(), compiled()
+    mask = create_block_mask(causal, None, None, length, length, env.device)
+
+    def step():
+        leaves = [
+            DTensor.from_local(
+                torch.randn(1, heads, local, dim, device=env.device, dtype=BF16), mesh, ROWS
+            ).requires_grad_()
+            for _ in range(3)
+        ]
+        out = attend(*leaves, block_mask=mask)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out.backward(torch.ones_like(out))
+        return torch.cuda.max_memory_allocated() - before
+
+    with cp_dispatch.enabled():
+        step()
+        gc.collect()
+        extra = step()
+    shard = 2 * heads * local * dim * 2  # of keys and values, in bytes
+    whole = shard * env.world_size
+    # Keys and their gradients, three results and dO, one exchange each way, wide sums.
+    allowed = 2 * whole + 4 * shard + 2 * shard + 2 * shard
+    assert extra < allowed, f"{extra / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f} MiB"
+
+
+CASES = {}
+_FOUR = {}
+_LENGTHS = (127, 384, 2048, 5000)
+
+
+def _case(name: str, function, into=CASES, **how) -> None:
+    into[name] = functools.partial(function, **how)
+
+
+for _i, _kind in enumerate(KINDS):
+    for _j, _dtype in enumerate((torch.float32, BF16)):
+        # Every kind in both dtypes, with each length for every other one.
+        _length = _LENGTHS[(_i + 2 * _j) % 4]
+        _case(f"{_kind} {_length} {_dtype}", judge,
+              problem=FlexProblem(_kind, _length, dim=64, dtype=_dtype))  # fmt: skip
+for _kind in ("causal", "relative bias"):
+    for _length in _LENGTHS:
+        for _dtype in (torch.float32, BF16):
+            _case(f"{_kind} {_length} {_dtype}", judge,
+                  problem=FlexProblem(_kind, _length, dim=64, dtype=_dtype))  # fmt: skip
+for _batch in (1, 2, 8):
+    for _kind in ("head-tail", "documents of each row", "blocks"):
+        if _kind == "documents of each row" and _batch == 1:
+            continue
+        _problem = FlexProblem("28 documents", 2048, _batch, 8, 8, dim=32)
+        if _batch > 1 and _kind == "blocks":
+            _problem = FlexProblem("causal", 2048, _batch, 8, 8, dim=32)
+        if _batch < 8:
+            # The documents of the problem are those of eight rows.
+            _problem = FlexProblem("documents", 2048, _batch, 8, 8, dim=32)
+        _case(f"torch's scenario, {_problem.kind}, batch {_batch}, {_kind}", laid_out,
+              problem=_problem, kind=_kind)  # fmt: skip
+_case("torch's scenario, 28 documents, batch 8", judge,
+      problem=FlexProblem("28 documents", 2048, 8, 8, 8, dim=32))  # fmt: skip
+for _kind in ("head-tail", "documents"):
+    for _length in (384, 5000):
+        _case(f"layout {_kind} {_length}", laid_out, kind=_kind,
+              problem=FlexProblem("relative bias", _length, dim=64, dtype=BF16))  # fmt: skip
+for _block in (256, (256, 128)):
+    _case(f"blocks of {_block}", judge,
+          problem=FlexProblem("documents", 3000, dim=64, block=_block, dtype=BF16))  # fmt: skip
+_case("grouped heads", judge, problem=FlexProblem("window", 2048, heads=8, key_heads=2, dim=128,
+                                                  dtype=BF16))  # fmt: skip
+_case("gather", judge, problem=FlexProblem("causal", 2048, dim=64, dtype=BF16), schedule="gather")
+for _kind, _length in (("causal", 2048), ("relative bias", 1000), ("documents", 384)):
+    for _dtype in (torch.float32, BF16):
+        _case(f"ring {_kind} {_length} {_dtype}", judge, schedule="ring",
+              problem=FlexProblem(_kind, _length, dim=64, dtype=_dtype))  # fmt: skip
+_case("ring in a layout", laid_out, kind="head-tail", schedule="ring",
+      problem=FlexProblem("window", 2048, dim=64, dtype=BF16))  # fmt: skip
+_case("keys on every rank", judge, problem=FlexProblem("window", 2048, dim=64),
+      key_placements=(Replicate(),))  # fmt: skip
+_case("own rows", own_rows, problem=FlexProblem("documents", 2048, dim=64), layout=False)
+_case("own rows in a layout", own_rows, problem=FlexProblem("causal", 2048, dim=64), layout=True)
+_case("documents of other lengths", documents_of_other_lengths)
+_case("model", model_in_one_graph)
+_case("auxiliary outputs", auxiliary)
+_case("uncompiled", uncompiled)
+_case("kernel options", kernel_options)
+_case("memory", memory)
+for _kind, _placements in (
+    ("documents of each row", (Shard(0), Shard(2))),
+    ("by head", (Shard(2), Shard(1))),
+    ("relative bias", (Shard(1), Shard(2))),
+    ("window", (Shard(2), Shard(2))),
+):
+    _case(f"{_kind} on {_placements}", two_dims, _FOUR, placements=_placements,
+          problem=FlexProblem(_kind, 1024, batch=4, dim=64))  # fmt: skip
+CASES |= _FOUR
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
+def outcomes(request) -> dict[str, str]:
+    size = request.param
+    return run_asked(request, size, "nccl", 240, lambda name: size == 4 or name not in _FOUR)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda(outcomes, case):
+    if case not in outcomes:
+        pytest.skip("needs 4 GPUs")
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"

@@ -1,0 +1,203 @@
+"""Heads by all-to-all on 2 and up to 4 GPUs: every kernel, order and share of heads."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import cp_dispatch
+from cp_dispatch.schedules import head_costs
+from cp_dispatch.schedules.comm import Ring
+from tests.distributed.calls import only
+from tests.distributed.permuted import balancers, run_permuted
+from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
+from tests.distributed.sharded import distribute, run_sharded
+from tests.distributed.spawn import Env, run_asked
+from tests.gpu import features
+
+GPUS = torch.cuda.device_count()
+WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+
+KERNELS = ("flash", "efficient", "cudnn", "math")
+SCHEDULES = ("ulysses", "hybrid:2")
+BF16 = torch.bfloat16
+
+
+def exactly(
+    env: Env, schedule: str, kernel: str, kind: str = "natural", staged: bool = False, mesh=None,
+    placements=None, where=None, by_nccl: bool = False, **fields,
+) -> None:  # fmt: skip
+    """As exact as one device. ``kind`` is the order; ``staged`` wants as many stages as heads
+    allow; ``where`` places the mask; ``by_nccl`` forbids copy engines."""
+    problem = Problem(**{"batch": 2, "length": 512, "dim": 64, "dtype": BF16} | fields)
+    tensors = problem.tensors(env.device)
+    mesh = env.mesh(*mesh, names=("a", "b")) if mesh else env.mesh()
+    least = 1 if staged else head_costs._STAGE_BYTES
+    with (
+        mock.patch.object(head_costs, "_STAGE_BYTES", least),
+        mock.patch.object(Ring, "may_push", not by_nccl),
+        only(kernel),
+    ):
+        if kind == "natural":
+            with cp_dispatch.enabled(schedule=schedule):
+                got = run_sharded(problem, tensors, mesh, placements, mask_placements=where)
+        else:
+            balancer = balancers(problem.length, env.world_size, problem.batch)[kind]
+            how = {"mask_placements": where, "schedule": schedule}
+            got = run_permuted(problem, balancer, mesh, placements=placements, **how)
+    floors, few = rounding(problem, tensors)
+    single = yardstick(problem, tensors, kernel)
+    check(got, exact(problem, tensors), single, floors=floors, few=few)
+
+
+def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
+    """Calls in a row, whose rooms are written again and again, give the same results."""
+    length = 512 * env.world_size
+    problem = Problem(
+        batch=1, heads=16, key_heads=8, length=length, dim=64, causal=True, dtype=BF16
+    )
+    balancer = balancers(length, env.world_size, 1)[kind] if kind != "natural" else None
+    inputs = [
+        distribute(x, env.mesh(), [Shard(2)]).requires_grad_()
+        for x in problem.tensors(env.device)[:3]
+    ]
+    least = 1 if staged else head_costs._STAGE_BYTES
+    results = []
+    with (
+        mock.patch.object(head_costs, "_STAGE_BYTES", least),
+        cp_dispatch.enabled(schedule="ulysses", layout=balancer),
+        only(kernel),
+    ):
+        for _ in range(10):
+            output = problem.attend(*inputs)
+            grads = torch.autograd.grad(output, inputs, output.detach())
+            results.append([x.to_local().clone() for x in (output, *grads)])
+    for output, *grads in results[1:]:
+        assert torch.equal(output, results[0][0])
+        for again, first in zip(grads, results[0][1:], strict=True):
+            # Backwards of kernels add in any order.
+            assert (again - first).float().norm() <= 1e-2 * first.float().norm()
+
+
+def memory(env: Env, kernel: str, causal: bool, order: str, by_nccl: bool) -> None:
+    """Peak memory beside the rank's shards, whatever the number of ranks, as many key heads as
+    query heads. In units of q, one bf16 query shard:
+
+    forward   6 q   query, key and value as sent and as received
+              (then, without what was sent: 3 q and an output of 1 q; then at most 4 outputs:
+              as the kernel gave it, in the shards' order, as received, and the final one)
+            + 1 q
+    backward  5 q   query, key, value, output and its gradient as received
+            + 3 q   their gradients
+            + 5 q   what the kernel takes: 3 q as of a ring, and output and its gradient in a piece
+              (before, 10 q: those as sent and as received; and afterwards 12 q: the gradients as
+              the kernel gave them, in the shards' order, as received, and the final ones)
+            + 1 q
+    plus float32 logsumexps, as of a ring. By copy engines less: rooms are not torch's.
+    """
+    layout = None
+    if order == "head-tail":
+        layout = cp_dispatch.HeadTail(4096 * env.world_size, env.world_size)
+    with mock.patch.object(Ring, "may_push", not by_nccl):
+        features._bounded(env, kernel, causal, 7, 14, schedule="ulysses", layout=layout)
+
+
+CASES = {}
+for _schedule in SCHEDULES:
+    for _kernel in KERNELS:
+        _run = functools.partial(exactly, schedule=_schedule, kernel=_kernel)
+        _label = f"{_schedule} {_kernel}"
+        for _heads, _key_heads in ((8, 8), (8, 2), (8, 1), (12, 3), (5, 5)):
+            for _length, _dim, _batch in ((512, 64, 2), (1001, 128, 1), (250, 40, 3)):
+                for _causal in (True, False):
+                    _name = f"{_heads}/{_key_heads} {_batch}x{_length}x{_dim} causal={_causal}"
+                    CASES[f"{_label} {_name}"] = functools.partial(
+                        _run, heads=_heads, key_heads=_key_heads, length=_length, dim=_dim,
+                        batch=_batch, causal=_causal,
+                    )  # fmt: skip
+        for _kind in ("natural", "head-tail", "documents of each row", "blocks"):
+            for _causal in (True, False):
+                for _by_nccl in (False, True) if _schedule == "ulysses" else (True,):
+                    _name = f"{_label} {_kind} staged causal={_causal} nccl={_by_nccl}"
+                    CASES[_name] = functools.partial(
+                        _run, kind=_kind, staged=True, heads=16, key_heads=8, causal=_causal,
+                        by_nccl=_by_nccl,
+                    )  # fmt: skip
+        for _heads, _key_heads in ((8, 2), (8, 1), (12, 3)) if _schedule == "ulysses" else ():
+            CASES[f"{_label} {_heads}/{_key_heads} by NCCL"] = functools.partial(
+                _run, heads=_heads, key_heads=_key_heads, causal=True, by_nccl=True
+            )
+        CASES[f"{_label} other lengths"] = functools.partial(
+            _run, heads=8, length=128, key_length=384, causal=True
+        )
+        for _mask in (Mask("b11k"), Mask("1hqk", blind=True)) if _kernel != "flash" else ():
+            for _kind in ("natural", "head-tail"):
+                CASES[f"{_label} mask {_mask.shape} {_kind}"] = functools.partial(
+                    _run, kind=_kind, mask=_mask, heads=8, where=[Replicate()]
+                )
+    CASES[f"{_schedule} bias gradient"] = functools.partial(
+        exactly, schedule=_schedule, kernel="math", kind="head-tail", heads=8, length=256,
+        mask=Mask("1hqk", None, needs_grad=True), where=[Replicate()],
+    )  # fmt: skip
+    for _dtype in (torch.float16, torch.float32):
+        CASES[f"{_schedule} {_dtype}"] = functools.partial(
+            exactly, schedule=_schedule, kernel="efficient", heads=8, causal=True, dtype=_dtype
+        )
+_FOUR = {name for name in CASES if name.startswith("hybrid")}
+for _placements in (
+    [Shard(0), Shard(2)], [Shard(2), Shard(1)], [Shard(2), Shard(2)], [Shard(2), Shard(0)],
+):  # fmt: skip
+    for _schedule in ("ulysses", "hybrid"):
+        _name = f"{_schedule} on {_placements}"
+        CASES[_name] = functools.partial(
+            exactly, schedule=_schedule, kernel="flash", mesh=(2, 2), placements=_placements,
+            batch=4, heads=8, key_heads=4, causal=True,
+        )  # fmt: skip
+        _FOUR.add(_name)
+for _kernel in ("flash", "cudnn", "efficient", "math"):
+    for _function in (
+        features.inference_mode,
+        features.transposed_views,
+        features.compiled,
+        features.other_collectives_in_flight,
+        features.no_host_synchronization,
+    ):
+        for _schedule in SCHEDULES:
+            _name = f"{_schedule} {_kernel} {_function.__name__}"
+            CASES[_name] = functools.partial(_function, kernel=_kernel, schedule=_schedule)
+            if _schedule != "ulysses":
+                _FOUR.add(_name)
+for _kernel in ("flash", "cudnn"):
+    for _order, _causal in (("natural", True), ("natural", False), ("head-tail", True)):
+        for _by_nccl in (False, True):
+            _name = f"ulysses {_kernel} memory {_order} causal={_causal} nccl={_by_nccl}"
+            CASES[_name] = functools.partial(
+                memory, kernel=_kernel, causal=_causal, order=_order, by_nccl=_by_nccl
+            )
+    for _kind in ("natural", "head-tail"):
+        for _staged in (False, True):
+            CASES[f"ulysses {_kernel} repeated {_kind} staged={_staged}"] = functools.partial(
+                repeated, kernel=_kernel, kind=_kind, staged=_staged
+            )
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
+def outcomes(request) -> dict[str, str]:
+    size = request.param
+    return run_asked(request, size, "nccl", 60, lambda name: size == 4 or name not in _FOUR)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda(outcomes, case):
+    if case not in outcomes:
+        pytest.skip("needs 4 GPUs")
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"

@@ -1,0 +1,208 @@
+"""The cost model on constants with known answers, and what the planner makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, planner
+from cp_dispatch.costs import Constants, Curve, Links, constants_of, kind_of, predict
+from cp_dispatch.costs.constants import KERNELS
+from cp_dispatch.planner import alternatives, choose
+from cp_dispatch.settle import settle
+from tests.ranks import fake_ranks
+from tests.test_plan import gqa
+from tests.test_settle import ring
+
+RATE = 400e12
+
+
+def line(per_second: float) -> Curve:
+    """Seconds in proportion to the amount."""
+    return Curve([(1.0, 1 / per_second)])
+
+
+def constants(rate=RATE, bandwidth=250e9, memory=2e12, slowdown=1.0, floors=None, push=False):
+    moves = {name: line(bandwidth) for name in ("all_gather", "all_to_all", "shift")}
+    if push:
+        moves["push"] = line(bandwidth)
+    curves = {name: line(rate) for name in KERNELS}
+    about = {"ranks": 4, "torch": "2", "date": "today"}
+    return Constants(
+        "A GPU", about, {"flash": {64: curves, 128: curves}}, moves, line(memory), line(memory),
+        floors or {}, slowdown,
+    )  # fmt: skip
+
+
+FREE = 1e30  # a speed at which nothing takes any time
+BALANCED = HeadTail(32768, 4)
+
+
+def work(plan, backward=False) -> float:
+    """FLOPs of a rank where all have as much."""
+    (batch, heads, _, dim), *_ = plan.shards
+    pairs = plan.query_length * plan.key_length * (0.5 if plan.is_causal else 1)
+    return 4 * batch * heads * dim * pairs / plan.world_size * (2.5 if backward else 1)
+
+
+def test_curves():
+    curve = Curve([(100, 1.0), (400, 2.0), (1600, 8.0)])
+    assert curve(0) == 0 and curve(1) == curve(100) == 1.0
+    assert curve(200) == pytest.approx(2**0.5) and curve(400) == 2.0
+    assert curve(800) == pytest.approx(4.0) and curve(3200) == 16.0
+    for wrong in ([], [(0, 1)], [(1, 0)], [(1, float("nan"))], [(1, float("inf"))]):
+        with pytest.raises(ValueError):
+            Curve(wrong)
+
+
+def test_constants_are_kept(tmp_path):
+    known = constants(floors={"ring": {"forward": ((2, 1e-3), (4, 2e-3))}})
+    assert Constants.from_json(known.to_json()) == known
+    for text in ("", "{}", known.to_json().replace('"shift"', '"moves"').replace("0.5", "x")[:-9]):
+        with pytest.raises(ContextParallelError, match="calibrate"):
+            Constants.from_json(text)
+    assert kind_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+    assert constants_of("no-such-gpu") is None
+
+
+def test_floors_grow_with_ranks():
+    known = constants(floors={"ring": {"forward": ((2, 1e-3), (4, 2e-3))}})
+    assert [known.floor("ring", "forward", n) for n in (2, 4, 8)] == pytest.approx(
+        [1e-3, 2e-3, 4e-3]
+    )
+    assert known.floor("gather", "forward", 4) == 0
+    short = ring(tokens=8)
+    assert predict(short, known).forward == pytest.approx(2e-3)
+    assert predict(ring(tokens=32768), known).forward > 2e-3
+
+
+@pytest.mark.parametrize("plan", [
+    ring(causal=False), ring(layout=BALANCED), ring(ranks=8, causal=False),
+    ring(causal=False, heads=(16, 1)),
+], ids=["full", "head-tail", "8 ranks", "one key head"])  # fmt: skip
+def test_without_moves_every_balanced_schedule_takes_the_kernels_time(plan):
+    free = constants(bandwidth=FREE, memory=FREE)
+    found = alternatives(plan, "cuda", False, free)
+    assert {"ring", "gather", "ulysses"} <= {x.op_schedule for x, _ in found}
+    assert any(x.schedule == "hybrid" for x, _ in found)
+    for candidate, prediction in found:
+        assert prediction.forward == pytest.approx(work(plan) / RATE, rel=1e-3), candidate
+        assert prediction.backward == pytest.approx(work(plan, True) / RATE, rel=1e-3)
+
+
+def test_a_natural_ring_waits_for_its_last_rank():
+    free = constants(bandwidth=FREE, memory=FREE)
+    plan = ring()
+    # W - 1/2 blocks where the mean is W / 2.
+    want = work(plan) / RATE * (4 - 0.5) / 2
+    assert predict(plan, free).forward == pytest.approx(want, rel=1e-3)
+
+
+def test_without_kernels_moves_are_what_is_left():
+    """Bytes over bandwidth, by the plan's own count."""
+    free = constants(rate=FREE, memory=FREE, bandwidth=100e9)
+    for candidate, prediction in alternatives(ring(causal=False), "cuda", False, free):
+        for way, seconds in enumerate(prediction):
+            sizes = [
+                size * 3 if name == "all_gather" else size
+                for name, _, size in candidate.transfers(0)[way]
+            ]
+            assert seconds == pytest.approx(sum(sizes) / 100e9, rel=1e-6), candidate
+
+
+def test_moves_hide_behind_kernels():
+    plan = ring(causal=False)
+    fast, slow = (constants(bandwidth=x, memory=FREE) for x in (300e9, 3e9))
+    kernels = work(plan) / RATE
+    assert predict(plan, fast).forward == pytest.approx(kernels)
+    assert predict(plan, slow).forward > 2 * kernels
+    # A collective that takes SMs costs even where it is hidden; copy engines do not.
+    taking = constants(memory=FREE, slowdown=1.5)
+    assert predict(plan, taking).forward > kernels
+    gathered = settle(plan, "gather", "cuda")
+    beside = predict(gathered, taking).forward
+    pushed = predict(gathered, dataclasses.replace(taking, moves=constants(push=True).moves))
+    assert pushed.forward < beside
+
+
+def test_links_between_nodes_slow_what_crosses_them():
+    plan = ring(ranks=32, tokens=2048, causal=False, heads=(32, 32))
+    links = Links(node=8, bandwidth=50e9, latency=1e-5)
+    known = constants(rate=FREE)
+    near = {x.op_schedule: p for x, p in alternatives(plan, "cuda", False, known)}
+    far = {x.op_schedule: p for x, p in alternatives(plan, "cuda", False, known, links)}
+    assert near.keys() == far.keys()
+    assert all(far[name].forward >= near[name].forward for name in near)
+    assert far["ulysses"].forward > 2 * near["ulysses"].forward
+    assert predict(ring(ranks=8), constants(), links) == predict(ring(ranks=8), constants())
+
+
+@pytest.mark.parametrize("plan", [
+    ring(backend="math"), ring(dtype=torch.float32), ring(backend="cudnn"),
+    ring(shards=((1, 8, 64, 256), (1, 8, 64, 256), (1, 8, 64, 256))),
+    ring(schedule="replicated_keys"),
+], ids=["math", "float32", "not measured", "head dim", "no choice"])  # fmt: skip
+def test_what_was_not_measured_is_not_predicted(plan):
+    assert predict(plan, constants()) is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("plan", [
+    ring(), ring(layout=BALANCED), ring(causal=False), ring(tokens=1024), ring(tokens=65536),
+    ring(heads=(8, 8)), ring(ranks=64, tokens=512), ring(tokens=7), ring(heads=(2, 1)),
+])  # fmt: skip
+def test_auto_takes_the_least_predicted_time(plan, training):
+    known = constants(slowdown=1.1)
+    got = choose(plan, "auto", "cuda", False, False, known, training)
+    assert got == choose(plan, "auto", "cuda", False, False, known, training)
+    fastest = min(
+        p.forward + training * p.backward
+        for x, p in alternatives(plan, "cuda", False, known)
+        if planner._is_affordable(x, settle(plan, "ring", "cuda"), "cuda")
+    )
+    mine = predict(got, known)
+    assert mine.forward + training * mine.backward == fastest
+    assert "predicted" in got.reasons[-1] and ("backward" in got.reasons[-1]) == training
+
+
+def test_auto_does_not_take_more_memory_than_a_gather_may():
+    """Where all moves are free but a ring's, the gather would win."""
+    known = constants(bandwidth=FREE, memory=FREE, slowdown=3.0, push=True)
+    known.moves["shift"] = line(1e9)
+    for tokens, schedule in ((65536, "gather"), (65536 * 2, "ulysses")):
+        plan = ring(tokens=tokens, layout=HeadTail(tokens * 4, 4), heads=(32, 8))
+        got = choose(plan, "auto", "cuda", False, False, known, True)
+        held = max(got.extra_bytes()) - max(settle(plan, "ring", "cuda").extra_bytes())
+        assert held <= 2**30
+        if schedule == "gather":
+            assert got.schedule in ("gather", "ulysses")
+        else:
+            assert got.schedule != "gather"
+
+
+def test_without_constants_or_with_a_mask_todays_rules_hold():
+    for plan in (ring(), ring(causal=False), ring(tokens=131072, causal=False)):
+        for known, masked in ((None, False), (constants(), True)):
+            got = choose(plan, "auto", "cuda", masked, False, known, True)
+            assert got == settle(plan, "auto", "cuda", masked)
+    wish = choose(ring(), "mirrored_ring", "cuda", False, False, constants(), True)
+    assert wish == settle(ring(), "mirrored_ring", "cuda")
+    assert planner.constants_here("cpu") is None
+
+
+def test_explain_shows_every_schedules_time(monkeypatch):
+    known = constants()
+    known.kernels["cpu_flash"] = known.kernels["flash"]
+    monkeypatch.setattr(planner, "constants_here", lambda device: known)
+    with fake_ranks(4) as mesh, enabled(schedule="ulysses"):
+        tensors = [x.bfloat16() for x in gqa(mesh, (Shard(2),), length=16384)]
+        plan = explain(*tensors, is_causal=True, enable_gqa=True)
+    names = {name for name, *_ in plan.predictions}
+    assert {"ring", "mirrored_ring", "mirrored_gather", "ulysses"} < names
+    seconds = {name: forward for name, forward, _ in plan.predictions}
+    lines = [line for line in str(plan).splitlines() if line.endswith("<- this")]
+    assert len(lines) == 1 and lines[0].split()[0] == "ulysses"
+    assert f"{seconds['ulysses'] * 1e3:.3f}" in lines[0]

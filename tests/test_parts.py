@@ -1,0 +1,46 @@
+"""Sums of parts: against float64, any strides, and the op's contract."""
+
+import pytest
+import torch
+
+from cp_dispatch.merge import token_major
+from cp_dispatch.parts import sum_parts
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPE = (2, 3, 5, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5, 60])
+def test_rounded_once(count, dtype):
+    parts = [torch.randn(SHAPE).to(dtype) for _ in range(count)]
+    parts[0] = parts[0].transpose(1, 2).contiguous().transpose(1, 2)
+    out = token_major(*SHAPE, like=parts[0])
+    sum_parts(parts, out)
+    exact = sum(part.double() for part in parts)
+    # Half a unit of the result's last place, and what float32 adds up on the way.
+    slack = 0.5 * torch.finfo(dtype).eps * exact.abs()
+    wide = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
+    slack += count * wide.eps * sum(part.double().abs() for part in parts)
+    slack += torch.finfo(dtype).smallest_normal
+    assert ((out.double() - exact).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wide_parts_of_a_narrow_sum(dtype):
+    parts = [torch.full(SHAPE, 1.0), torch.full(SHAPE, 2.0**-7)]
+    out = torch.empty(SHAPE, dtype=dtype)
+    sum_parts(parts, out)
+    assert torch.equal(out, torch.full(SHAPE, 1 + 2.0**-7).to(dtype))
+
+
+def test_the_sum_may_be_a_part():
+    part, other = torch.randn(SHAPE), torch.randn(SHAPE)
+    expected = part + other
+    sum_parts([part, other], part)
+    assert torch.equal(part, expected)
+
+
+def test_opcheck():
+    parts = [torch.randn(SHAPE) for _ in range(3)]
+    torch.library.opcheck(torch.ops.cp_dispatch.sum_parts.default, (parts, torch.empty(SHAPE)))

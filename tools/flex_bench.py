@@ -1,0 +1,289 @@
+"""Time FlexAttention over ranks: one GPU, this project and torch's CP FlexAttention, in one run.
+
+    torchrun --nproc-per-node 4 tools/flex_bench.py --tokens 8192 --tokens 32768
+
+"kept" is (one GPU's time for the whole sequence / ranks) / time, with the same compiled kernel and
+the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward.
+Times are those of ``tools/bench.py``. The JSON goes to ``tools/results/`` unless ``--out`` says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import pathlib
+
+import torch
+import torch.distributed as dist
+from bench import measure
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cp_dispatch
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, action="append", help="per rank")
+    parser.add_argument("--mask", action="append", choices=("causal", "documents", "window"))
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--document-mean", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="back to back in a timed round")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--only", action="append", help="implementations whose name holds this")
+    parser.add_argument("--out", type=pathlib.Path)
+    return parser.parse_args()
+
+
+class Problem:
+    """One mask at one length, with the mask's compiled creation."""
+
+    def __init__(self, args, mesh, tokens: int, kind: str):
+        self.args, self.mesh, self.tokens, self.kind = args, mesh, tokens, kind
+        self.length = tokens * mesh.size()
+        self.device = torch.device(mesh.device_type)
+        self.dtype = getattr(torch, args.dtype)
+        self.documents = _document_lengths(self.length, args.document_mean)
+        self.mask_mod = self._mask_mod()
+        create = create_block_mask
+        if self.device.type == "cuda":
+            create = torch.compile(create_block_mask, dynamic=False)
+        self.mask = create(self.mask_mod, None, None, self.length, self.length, mesh.device_type)
+
+    def _mask_mod(self):
+        window = self.args.window
+        if self.kind == "causal":
+            return lambda b, h, q, k: q >= k
+        if self.kind == "window":
+            return lambda b, h, q, k: (q >= k) & (q - k < window)
+        lengths = torch.tensor(self.documents, device=self.device)
+        ids = torch.repeat_interleave(torch.arange(len(lengths), device=self.device), lengths)
+        return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
+
+    def tensors(self, length: int) -> list[torch.Tensor]:
+        """query, key, value, grad_output ``(B, H, length, D)``."""
+        heads, key_heads = self.args.heads
+        return [
+            torch.randn(
+                self.args.batch, n, length, self.args.head_dim, device=self.device, dtype=self.dtype
+            )
+            for n in (heads, key_heads, key_heads, heads)
+        ]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of a rank's keys and values."""
+        args = self.args
+        row = 2 * args.batch * args.heads[1] * args.head_dim * self.dtype.itemsize
+        return row * self.tokens
+
+
+def _document_lengths(length: int, mean: int) -> list[int]:
+    """Uniform in [1, 2 * mean), the same on every rank, until the sequence is full."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, left = [], length
+    while left:
+        size = min(left, int(torch.randint(1, 2 * mean, (), generator=generator)))
+        lengths.append(size)
+        left -= size
+    return lengths
+
+
+def compiled(problem: Problem):
+    torch._dynamo.reset()
+    if problem.device.type != "cuda":
+        return flex_attention
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+# Each implementation: problem -> (inputs, grad, call, bytes sent). Entered as a context.
+@contextlib.contextmanager
+def one_device(problem: Problem):
+    *inputs, grad = problem.tensors(problem.length)
+    attend = compiled(problem)
+    yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), 0
+
+
+@contextlib.contextmanager
+def ours(problem: Problem, schedule: str, balancer: str | None):
+    ranks = problem.mesh.size()
+    layout = {
+        None: lambda: None,
+        "head-tail": lambda: HeadTail(problem.length, ranks),
+        "documents": lambda: PerDocumentHeadTail(problem.documents, ranks),
+        "blocks": lambda: BlockBalanced(problem.mask, ranks),
+    }[balancer]()
+    attend = compiled(problem)
+    with cp_dispatch.enabled(schedule=schedule, layout=layout):
+        *inputs, grad = (
+            DTensor.from_local(x, problem.mesh, [Shard(2)], run_check=False)
+            for x in problem.tensors(problem.tokens)
+        )
+        plan = cp_dispatch.explain_flex(*inputs, problem.mask)
+        sent = max(map(plan.bytes_sent, range(ranks)))
+        yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), sent
+
+
+@contextlib.contextmanager
+def torch_cp(problem: Problem, balancer: str):
+    from torch.distributed.tensor.experimental import _context_parallel as torchs
+    from torch.distributed.tensor.experimental._context_parallel import _attention as attention
+
+    ranks, device = problem.mesh.size(), problem.mesh.device_type
+    found = {
+        "head-tail": lambda: torchs._HeadTailLoadBalancer(problem.length, ranks, device),
+        "documents": lambda: torchs._PerDocumentHeadTailLoadBalancer(
+            [problem.documents], ranks, device
+        ),
+        "PTRR": lambda: torchs._PTRRLoadBalancer(problem.mask, ranks),
+    }[balancer]()
+    mask = attention._create_cp_block_mask(
+        problem.mask_mod, 1, 1, problem.length, problem.length, problem.mesh, found
+    )
+    attend = compiled(problem)
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value):
+            return attend(query, key, value, block_mask=mask, enable_gqa=True)
+
+    kind = torchs._ContextParallel.AttentionType.FLEX
+    module = torchs._ContextParallel(seq_dim=2, attention_type=kind)._apply(
+        Attention(), problem.mesh
+    )
+    *inputs, grad = problem.tensors(problem.tokens)
+    yield inputs, grad, module, (ranks - 1) * problem.shard_bytes
+
+
+IMPLEMENTATIONS = {
+    "one device": (one_device, ("causal", "documents", "window")),
+    "cp_dispatch": (lambda p: ours(p, "auto", None), ("causal", "documents", "window")),
+    "cp_dispatch, head-tail": (lambda p: ours(p, "auto", "head-tail"), ("causal",)),
+    "cp_dispatch gather, head-tail": (lambda p: ours(p, "gather", "head-tail"), ("causal",)),
+    "cp_dispatch, document head-tail": (lambda p: ours(p, "auto", "documents"), ("documents",)),
+    "cp_dispatch ring, head-tail": (lambda p: ours(p, "ring", "head-tail"), ("causal",)),
+    "cp_dispatch ring": (lambda p: ours(p, "ring", None), ("documents", "window")),
+    "cp_dispatch, blocks": (lambda p: ours(p, "auto", "blocks"), ("causal", "documents")),
+    "torch cp, head-tail": (
+        lambda p: torch_cp(p, "head-tail"), ("causal", "documents", "window"),
+    ),
+    "torch cp, document head-tail": (lambda p: torch_cp(p, "documents"), ("documents",)),
+    "torch cp, PTRR": (lambda p: torch_cp(p, "PTRR"), ("causal", "documents", "window")),
+}  # fmt: skip
+
+
+def steps(inputs, grad, call):
+    def forward():
+        with torch.no_grad():
+            return call(*inputs)
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def both():
+        return torch.autograd.grad(call(*leaves), leaves, grad)
+
+    return {"fwd": forward, "fwd+bwd": both}
+
+
+def run_point(problem: Problem, args, cuda: bool) -> list[dict]:
+    rows, alone = [], {}
+    shape = {
+        "mask": problem.kind,
+        "tokens_per_rank": problem.tokens,
+        "ranks": problem.mesh.size(),
+        "heads": list(args.heads),
+        "head_dim": args.head_dim,
+        "batch": args.batch,
+        "dtype": args.dtype,
+        "steps": args.steps,
+    }
+    for name, (implementation, kinds) in IMPLEMENTATIONS.items():
+        asked = not args.only or any(word in name for word in (*args.only, "one device"))
+        if problem.kind not in kinds or not asked:
+            continue
+        for mode in ("fwd", "fwd+bwd"):
+            if mode != "fwd" and not cuda:
+                continue  # torch refuses FlexAttention gradients on CPU
+            row = shape | {"implementation": name, "mode": mode}
+            try:
+                with implementation(problem) as (inputs, grad, call, sent):
+                    row |= measure(steps(inputs, grad, call)[mode], args, cuda)
+                    row["sent_mib"] = sent / 2**20
+                del inputs, grad, call
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                row["error"] = " ".join(f"{type(error).__name__} {error}".split())[:200]
+            if "seconds" in row:
+                if name == "one device":
+                    alone[mode] = row["seconds"]
+                elif mode in alone:
+                    row["kept"] = alone[mode] / problem.mesh.size() / row["seconds"]
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(show(row), flush=True)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+    return rows
+
+
+def show(row: dict) -> str:
+    text = f"{row['tokens_per_rank']:7d} {row['mask']:9s} {row['mode']:8s} "
+    text += f"{row['implementation']:32s} "
+    if "error" in row:
+        return text + row["error"]
+    text += f"{row['seconds'] * 1e3:9.3f} ms"
+    text += f"  kept {row['kept'] * 100:5.1f}%" if "kept" in row else " " * 13
+    return text + (
+        f"  host {row['host_seconds'] * 1e3:7.3f} ms  extra {row['extra_mib']:7.0f} MiB"
+        f"  sent {row['sent_mib']:7.1f} MiB"
+    )
+
+
+def main() -> None:
+    args = parse()
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank = dist.get_rank()
+    if cuda:
+        torch.cuda.set_device(rank)
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    torch.manual_seed(rank)
+    card = torch.cuda.get_device_name() if cuda else "cpu"
+    if rank == 0:
+        print(f"{card} x {mesh.size()}, torch {torch.__version__}")
+    rows = []
+    for tokens in args.tokens or [8192, 32768]:
+        for kind in args.mask or ["causal", "documents", "window"]:
+            rows += run_point(Problem(args, mesh, tokens, kind), args, cuda)
+    if rank == 0:
+        date = datetime.date.today().isoformat()
+        name = f"{date}-flex-{mesh.size()}x{card.split()[1] if cuda else 'cpu'}".lower()
+        out = args.out or RESULTS / f"{name}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "card": card,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "date": date,
+            "rows": rows,
+        }
+        out.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {out}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
