@@ -18,7 +18,22 @@ def selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
     return positions(spans, device)
 
 
-@functools.lru_cache(maxsize=512)
 def positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:
-    """The positions of ``spans``, int64. Kept for the next call; do not modify it."""
-    return span_indices(spans).to(device)
+    """The positions of ``spans``, int64; do not modify it.
+
+    Kept on the host alone: memory of a device that is taken while a CUDA graph is prepared belongs
+    to the graph, which would write over it in the next call.
+    """
+    if device.type != "cuda":
+        return _on_host(spans, False).to(device)
+    if torch.cuda.is_current_stream_capturing():
+        # A graph must not remember host memory, which may be gone when it is replayed.
+        runs = [torch.arange(s.position, s.position + s.length, device=device) for s in spans]
+        return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
+    return _on_host(spans, True).to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=512)
+def _on_host(spans: tuple[Span, ...], pinned: bool) -> Tensor:
+    index = span_indices(spans)
+    return index.pin_memory() if pinned else index

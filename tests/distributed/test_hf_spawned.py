@@ -188,6 +188,30 @@ def ready_masks(env: Env, kind: str) -> None:
     same(train(build(kind), forward, all_summed(env), steps=5), want)
 
 
+def compiled(env: Env) -> None:
+    """In graphs masks are ready in a block, and plain beside DTensors; else the model raises."""
+    model, mesh = build("Qwen2"), env.mesh()
+    tokens, labels = batches(1)[0]
+    want = loss_of(model(tokens).logits, labels).item()
+    rows, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    full = (keys <= rows)[None, None]
+    masks = {"full_attention": full, "sliding_attention": full & (keys > rows - WINDOW)}
+    torch._dynamo.reset()
+    in_graph = torch.compile(model, backend="aot_eager")
+    inside = in_block(env, "auto")
+    got = inside(functools.partial(in_graph, attention_mask=masks), tokens.clone(), labels.clone())
+    assert abs(all_summed(env)(got.detach()).item() - want) <= 1e-4 * want
+    with pytest.raises(Exception, match="this rank's keys alone"):
+        inside(in_graph, tokens.clone(), labels.clone())
+    torch._dynamo.reset()  # else the length is dynamic, which plain masks beside DTensors are not
+    sharded = torch.compile(distribute_module(model, mesh), backend="aot_eager")
+    data = [distribute(x, mesh, [Shard(1)]) for x in (tokens, labels, keys[None])]
+    with cp_dispatch.enabled():
+        logits = sharded(data[0], position_ids=data[2], attention_mask=torch.ones(1, LENGTH)).logits
+    got = loss_of(logits.to_local(), data[1].to_local()).detach()
+    assert abs(all_summed(env)(got).item() - want) <= 1e-4 * want
+
+
 def refused_on_every_rank(env: Env) -> None:
     """What one rank cannot know of another is refused by all, and says what to do."""
     model = build("Qwen2")
@@ -253,6 +277,7 @@ CASES = {
     ),
     "Qwen2, ready masks": functools.partial(ready_masks, kind="Qwen2"),
     "Mistral, ready mask": functools.partial(ready_masks, kind="Mistral"),
+    "compiled": compiled,
     "refused on every rank": refused_on_every_rank,
 }
 

@@ -245,11 +245,11 @@ CASES = {
         for schedule, head_tail in WAYS
     },
     **{
-        f"{name} {kernel} {what}": functools.partial(
+        f"{name} {kernel} {what}{', head-tail' * head_tail}": functools.partial(
             function,
             kernel=kernel,
             schedule="auto",
-            head_tail=False,
+            head_tail=head_tail,
             problem=Problem(**vars(PROBLEM) | {"causal": False, "key_heads": None, "mask": mask}),
             **options,
         )
@@ -263,6 +263,7 @@ CASES = {
             ("efficient", "padding mask", Mask("b11k")),
             ("cudnn", "bias", Mask("hqk", dtype=None)),
         )
+        for head_tail in (False, True)
     },
     "captured dropout": captured_dropout,
     **{
