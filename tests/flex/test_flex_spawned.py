@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -270,6 +271,27 @@ def block(env: Env, length: int, balancer="auto", inference: bool = False) -> No
         judge_results(env, problem, got)
 
 
+def outside(env: Env) -> None:
+    """A mesh of some ranks: the others take no part."""
+    mesh = DeviceMesh("cpu", list(range(env.world_size - 1)))
+    problem = FlexProblem("causal", 64, block=16)
+    *inputs, grad, grad_lse = problem.tensors()
+    mask = problem.block_mask(problem.mods("cpu"), "cpu")
+    leaves = [distribute(x, mesh, ROWS).requires_grad_() for x in inputs]
+    with gradients_on_cpu(), cp_dispatch.enabled():
+        results = flex_attention(*leaves, block_mask=mask, return_lse=True)
+        tangents = [distribute(x, mesh, ROWS) for x in (grad, grad_lse)]
+        grads = torch.autograd.grad(results, leaves, tangents)
+    if mesh.get_coordinate() is None:
+        assert all(x.to_local().numel() == 0 for x in (*results, *grads))
+        return
+    whole = [x.full_tensor().detach() for x in (*results, *grads)]
+    if env.rank == 0:
+        with gradients_on_cpu():
+            single = one_device(problem)
+        check(dict(zip(NAMES, whole, strict=False)), exact(problem), single)
+
+
 def debug_mode(env: Env) -> None:
     """Ranks with other masks raise instead of waiting for each other."""
     problem = FlexProblem("causal", 96, block=32)
@@ -392,6 +414,7 @@ _case("block", block, (3,), length=120)
 _case("block, uneven", block, (3,), length=125, balancer="head-tail")
 _case("block, natural order", block, (2,), length=96, balancer=None)
 _case("block, inference", block, (2,), length=96, inference=True)
+_case("outside of the mesh", outside, (3,))
 _case("debug mode", debug_mode, (2,))
 _case("block refuses", block_refuses, (2,))
 _case("style in a block", style, (3,), how="mixed", around="block")
