@@ -68,6 +68,7 @@ def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
             [[third, length - third], [length - third, third]], ranks
         ),
         "blocks": lambda: BlockBalanced(problem.block_mask(mods, "cpu"), ranks),
+        "near blocks": lambda: BlockBalanced(problem.block_mask(mods, "cpu"), ranks, near=True),
     }[kind]()
     judge(env, problem, layout=layout, **how)
 
@@ -364,6 +365,8 @@ for _kind in ("head-tail", "documents", "documents of each row"):
     _problem = FlexProblem("relative bias", 128, block=64)
     _case(f"layout {_kind}, bias", laid_out, (2,), problem=_problem, kind=_kind)
 _case("layout blocks", laid_out, (2,), problem=FlexProblem("prefix", 512), kind="blocks")
+_case("layout near blocks", laid_out, (2,), kind="near blocks",
+      problem=FlexProblem("documents", 512, block=32))  # fmt: skip
 _case("gather", judge, (3,), problem=FlexProblem("window", 250), schedule="gather")
 _case("gather even", judge, (4,), problem=FlexProblem("causal", 256), schedule="gather")
 _case("gather in a layout", laid_out, (3,), problem=FlexProblem("causal", 250), kind="head-tail",
