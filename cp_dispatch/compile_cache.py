@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from cp_dispatch._compat import disable_current_modes, resolve_group
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
 from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 
 _MARK = "|cp_dispatch:"
@@ -27,7 +28,8 @@ def tag(state: object | None) -> None:
     """Put ``state`` and the groups into the tag; None removes what was put."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None:
-        text = repr((FORWARD_SCHEMA, BACKWARD_SCHEMA, state, sdp_flags(), sorted(_groups)))
+        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS
+        text = repr((*schemas, state, sdp_flags(), sorted(_groups)))
         own += _MARK + hashlib.sha256(text.encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = own
 

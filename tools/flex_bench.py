@@ -125,6 +125,7 @@ def ours(problem: Problem, schedule: str, balancer: str | None):
         "head-tail": lambda: HeadTail(problem.length, ranks),
         "documents": lambda: PerDocumentHeadTail(problem.documents, ranks),
         "blocks": lambda: BlockBalanced(problem.mask, ranks),
+        "near blocks": lambda: BlockBalanced(problem.mask, ranks, near=True),
     }[balancer]()
     attend = compiled(problem)
     with cp_dispatch.enabled(schedule=schedule, layout=layout):
@@ -176,6 +177,7 @@ IMPLEMENTATIONS = {
     "cp_dispatch ring, head-tail": (lambda p: ours(p, "ring", "head-tail"), ("causal",)),
     "cp_dispatch ring": (lambda p: ours(p, "ring", None), ("documents", "window")),
     "cp_dispatch, blocks": (lambda p: ours(p, "auto", "blocks"), ("causal", "documents")),
+    "cp_dispatch, near blocks": (lambda p: ours(p, "auto", "near blocks"), ("documents",)),
     "torch cp, head-tail": (
         lambda p: torch_cp(p, "head-tail"), ("causal", "documents", "window"),
     ),

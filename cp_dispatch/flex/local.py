@@ -274,3 +274,12 @@ def wrap(local: Tensor, like: DTensor, placements=None) -> DTensor:
         local, like.device_mesh, like.placements if placements is None else placements,
         run_check=False, shape=torch.Size(shape), stride=placed_strides(shape, order),
     )  # fmt: skip
+
+
+def nothing(like: DTensor, dims: int) -> DTensor:
+    """A result on a rank outside of the mesh."""
+    shape = like.shape[:dims]
+    return DTensor.from_local(
+        local_tensor(like).new_empty(0), like.device_mesh, like.placements, run_check=False,
+        shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip

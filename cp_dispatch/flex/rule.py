@@ -28,7 +28,7 @@ from cp_dispatch.flex import captured, ring
 from cp_dispatch.flex import ops as _ops  # noqa: F401  defines the ops
 from cp_dispatch.flex.agreement import check_flex_agreement
 from cp_dispatch.flex.call import FlexCall
-from cp_dispatch.flex.local import LocalFlex, wrap
+from cp_dispatch.flex.local import LocalFlex, nothing, wrap
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plain import inside
 from cp_dispatch.flex.plan import in_words, make_plan
@@ -91,6 +91,8 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     Raises:
         ContextParallelError: the call is not supported; nothing was computed.
     """
+    if _is_outside(call):
+        return tuple(nothing(call.query, dims) for dims in (4, 3, 3))
     if _is_dynamos_look(call):
         # Refusals wait for the call itself, which raises them as they are. But the keys of torch's
         # caches are made next, and must tell ranks apart.
@@ -119,6 +121,9 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
 def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, kernel_options):
     """dQ, dK, dV and the gradients of what ``score_mod`` captures, placed like what they are
     gradients of."""
+    if _is_outside(call):
+        buffers = tuple(_zeros(x) for x in call.score_buffers)
+        return *(nothing(x, 4) for x in call.tensors.values()), buffers
     local = _local(options, call)
     out, logsumexp, grad_out, grad_logsumexp = results
     results = (
@@ -177,6 +182,12 @@ def _local(options, call: FlexCall) -> LocalFlex:
         for x in call.tensors.values():
             int(local_tensor(x).shape[2])  # a guard that holds; one on a DTensor's length may not
     return local
+
+
+def _is_outside(call: FlexCall) -> bool:
+    """Whether this rank is not in the mesh, so that it takes no part."""
+    mesh = getattr(call.query, "device_mesh", None)
+    return mesh is not None and mesh.get_coordinate() is None
 
 
 def _is_dynamos_look(call: FlexCall) -> bool:

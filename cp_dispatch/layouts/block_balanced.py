@@ -15,6 +15,8 @@ from cp_dispatch.layouts.documents import DocLengths, DocumentPairs, document_ro
 from cp_dispatch.layouts.spans import Span
 
 _DEFAULT_BLOCK_SIZE = 128
+# The most work of a rank over the mean that is left where ranks begin with natural order.
+_NEAR_ENOUGH = 1.01
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -34,13 +36,19 @@ class BlockBalanced(Balancer):
             is the number of its key blocks, of all heads together.
         world_size: number of ranks W, which must divide the number of blocks.
         block_size: rows per block; by default that of the ``BlockMask``, or 128.
+        near: begin with natural order, and let ranks swap only as many blocks as it takes to come
+            within 1% of the mean. For masks near the diagonal, such as documents and windows, of
+            which ranks then need few keys of each other.
     """
 
     block_work: tuple[tuple[float, ...], ...]
     world_size: int
     block_size: int
+    near: bool
 
-    def __init__(self, work_or_block_mask, world_size: int, block_size: int | None = None):
+    def __init__(
+        self, work_or_block_mask, world_size: int, block_size: int | None = None, near: bool = False
+    ):
         work = work_or_block_mask
         if hasattr(work, "kv_num_blocks"):
             work, block_size = _mask_work(work, block_size)
@@ -49,6 +57,7 @@ class BlockBalanced(Balancer):
         object.__setattr__(self, "block_work", _work_rows(work))
         object.__setattr__(self, "world_size", positive_int(world_size, "world_size"))
         object.__setattr__(self, "block_size", positive_int(block_size, "block_size"))
+        object.__setattr__(self, "near", bool(near))
         if self.blocks % self.world_size:
             raise ContextParallelError(
                 f"{self.blocks} blocks of {self.block_size} positions cannot be shared equally by "
@@ -112,14 +121,14 @@ class BlockBalanced(Balancer):
         )
 
     def _arguments(self) -> list:
-        return [self.block_work, self.world_size, self.block_size]
+        return [self.block_work, self.world_size, self.block_size, *([True] if self.near else [])]
 
     def _assign(self):
         size = self.block_size
         total = [0] * self.world_size  # of the rows so far: later ones even it out
         rows = []
         for work in self.block_work:
-            owned, total = _deal(work, self.world_size, total)
+            owned, total = _deal(work, self.world_size, total, self.near)
             rows.append([[Span(block * size, size) for block in blocks] for blocks in owned])
         return rows
 
@@ -131,8 +140,9 @@ class BlockBalanced(Balancer):
         return [list(itertools.accumulate(work, initial=0)) for work in self.block_work]
 
 
-def _deal(work: Sequence[float], world_size: int, base: Sequence[float]):
+def _deal(work: Sequence[float], world_size: int, base: Sequence[float], near: bool):
     """Blocks of each rank, and the ranks' work with what they had before."""
+    each = len(work) // world_size
 
     def loads(owned):
         return [
@@ -140,8 +150,11 @@ def _deal(work: Sequence[float], world_size: int, base: Sequence[float]):
             for had, blocks in zip(base, owned, strict=True)
         ]
 
+    if near:
+        natural = [list(range(rank * each, (rank + 1) * each)) for rank in range(world_size)]
+        owned = _even_out(natural, work, base, len(work), _NEAR_ENOUGH)
+        return owned, loads(owned)
     greedy = _even_out(_sorted_greedy(work, world_size, base), work, base)
-    each = len(work) // world_size
     spans = head_tail(Span(0, len(work)), [each] * world_size)
     zigzag = [[p + i for p, length in pair for i in range(length)] for pair in spans]
     owned = min(zigzag, greedy, key=lambda candidate: max(loads(candidate)))
@@ -161,15 +174,20 @@ def _sorted_greedy(work: Sequence[float], world_size: int, base: Sequence[float]
     return owned
 
 
-def _even_out(owned: list[list[int]], work: Sequence[float], base: Sequence[float]):
-    """Swap blocks of the heaviest rank for lighter ones of others while that helps."""
+def _even_out(
+    owned: list[list[int]], work: Sequence[float], base: Sequence[float], swaps=None, enough=1.0
+):
+    """Swap blocks of the heaviest rank for lighter ones of others while that helps, and the
+    heaviest has more than ``enough`` times the mean."""
     ranks = range(len(owned))
     # (work, block) in ascending order, so that a partner for a swap is found by bisection.
     piles = [sorted((work[block], block) for block in blocks) for blocks in owned]
     loads = [base[r] + sum(weight for weight, _ in piles[r]) for r in ranks]
     # Each swap takes work off the heaviest rank; the limit is for long tails of tiny gains.
-    for _ in range(16 * len(owned)):
+    for _ in range(16 * len(owned) if swaps is None else swaps):
         heavy = max(ranks, key=lambda r: (loads[r], -r))
+        if loads[heavy] * len(owned) <= enough * sum(loads):
+            break
         others = sorted((r for r in ranks if r != heavy), key=lambda r: (loads[r], r))
         swap = None
         for light in others:

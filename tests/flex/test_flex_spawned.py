@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -67,6 +68,7 @@ def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
             [[third, length - third], [length - third, third]], ranks
         ),
         "blocks": lambda: BlockBalanced(problem.block_mask(mods, "cpu"), ranks),
+        "near blocks": lambda: BlockBalanced(problem.block_mask(mods, "cpu"), ranks, near=True),
     }[kind]()
     judge(env, problem, layout=layout, **how)
 
@@ -270,6 +272,27 @@ def block(env: Env, length: int, balancer="auto", inference: bool = False) -> No
         judge_results(env, problem, got)
 
 
+def outside(env: Env) -> None:
+    """A mesh of some ranks: the others take no part."""
+    mesh = DeviceMesh("cpu", list(range(env.world_size - 1)))
+    problem = FlexProblem("causal", 64, block=16)
+    *inputs, grad, grad_lse = problem.tensors()
+    mask = problem.block_mask(problem.mods("cpu"), "cpu")
+    leaves = [distribute(x, mesh, ROWS).requires_grad_() for x in inputs]
+    with gradients_on_cpu(), cp_dispatch.enabled():
+        results = flex_attention(*leaves, block_mask=mask, return_lse=True)
+        tangents = [distribute(x, mesh, ROWS) for x in (grad, grad_lse)]
+        grads = torch.autograd.grad(results, leaves, tangents)
+    if mesh.get_coordinate() is None:
+        assert all(x.to_local().numel() == 0 for x in (*results, *grads))
+        return
+    whole = [x.full_tensor().detach() for x in (*results, *grads)]
+    if env.rank == 0:
+        with gradients_on_cpu():
+            single = one_device(problem)
+        check(dict(zip(NAMES, whole, strict=False)), exact(problem), single)
+
+
 def debug_mode(env: Env) -> None:
     """Ranks with other masks raise instead of waiting for each other."""
     problem = FlexProblem("causal", 96, block=32)
@@ -342,6 +365,8 @@ for _kind in ("head-tail", "documents", "documents of each row"):
     _problem = FlexProblem("relative bias", 128, block=64)
     _case(f"layout {_kind}, bias", laid_out, (2,), problem=_problem, kind=_kind)
 _case("layout blocks", laid_out, (2,), problem=FlexProblem("prefix", 512), kind="blocks")
+_case("layout near blocks", laid_out, (2,), kind="near blocks",
+      problem=FlexProblem("documents", 512, block=32))  # fmt: skip
 _case("gather", judge, (3,), problem=FlexProblem("window", 250), schedule="gather")
 _case("gather even", judge, (4,), problem=FlexProblem("causal", 256), schedule="gather")
 _case("gather in a layout", laid_out, (3,), problem=FlexProblem("causal", 250), kind="head-tail",
@@ -392,6 +417,7 @@ _case("block", block, (3,), length=120)
 _case("block, uneven", block, (3,), length=125, balancer="head-tail")
 _case("block, natural order", block, (2,), length=96, balancer=None)
 _case("block, inference", block, (2,), length=96, inference=True)
+_case("outside of the mesh", outside, (3,))
 _case("debug mode", debug_mode, (2,))
 _case("block refuses", block_refuses, (2,))
 _case("style in a block", style, (3,), how="mixed", around="block")

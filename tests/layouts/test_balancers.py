@@ -31,18 +31,18 @@ def cut_rows(draw):
 
 
 @st.composite
-def block_balancers(draw):
+def block_balancers(draw, near=None):
     world_size = draw(st.integers(1, 5))
     count = world_size * draw(st.integers(1, 6))
     number = st.one_of(st.integers(0, 50), st.floats(0, 1e6))
     rows = draw(st.lists(st.lists(number, min_size=count, max_size=count), min_size=1, max_size=3))
-    return BlockBalanced(rows, world_size, draw(st.integers(1, 4)))
+    return BlockBalanced(rows, world_size, draw(st.integers(1, 4)), bool(near) and draw(near))
 
 
 any_balancers = st.one_of(
     st.builds(HeadTail, st.integers(1, 80), world_sizes),
     st.builds(PerDocumentHeadTail, st.one_of(doc_lengths, cut_rows()), world_sizes),
-    block_balancers(),
+    block_balancers(near=st.booleans()),
 )
 
 
@@ -125,6 +125,32 @@ def test_blocks():
     # Sorted greedy leaves 4 + 2 + 1 and 2 + 2 + 1, head-tail 7 and 5; one swap evens it out.
     assert [*map(BlockBalanced([4, 2, 2, 2, 1, 1], 2).work, range(2))] == [6, 6]
     assert owners(BlockBalanced([4, 2, 2, 2, 1, 1], 2, 1)) == "011100"
+
+
+def test_blocks_near_home():
+    """One swap does."""
+    balancer = BlockBalanced([1, 1, 2, 2], 2, 1, near=True)
+    assert [*map(balancer.work, range(2))] == [3, 3]
+    assert sum(a != b for a, b in zip(owners(balancer), "0011", strict=True)) == 2
+    assert owners(BlockBalanced([2, 1, 1, 2], 2, 1, near=True)) == "0011", "nothing to swap"
+    assert balancer.text == '["BlockBalanced",[[1,1,2,2]],2,1,true]'
+    assert balancer != BlockBalanced([1, 1, 2, 2], 2, 1)
+
+
+def test_blocks_near_home_of_document_mixes():
+    """Within 1% like this, and most blocks stay where natural order has them."""
+    rng = random.Random(0)
+    for world_size in (2, 4, 8):
+        for _ in range(20):
+            lengths = random_documents(rng, 256 * 128 * world_size)
+            blocks = BlockBalanced.from_documents(lengths, world_size)
+            near = BlockBalanced(blocks.block_work, world_size, 128, near=True)
+            assert near.imbalance() <= 1.01
+            stayed = [
+                sum(256 * rank <= block < 256 * (rank + 1) for block in near.owned_blocks(rank)[0])
+                for rank in range(world_size)
+            ]
+            assert sum(stayed) >= 256 * world_size / 2
 
 
 def test_blocks_of_several_rows_even_each_other_out():
