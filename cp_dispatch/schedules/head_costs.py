@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cp_dispatch.backends import BACKENDS, Backend, wide_dtype
+from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span
 from cp_dispatch.schedules.head_shares import Segment, Share, head_shares, most_stages
 from cp_dispatch.schedules.transfer import Transfer
@@ -44,15 +44,14 @@ def stages(
     )
 
 
-def key_grad_dtype(
-    stage: tuple[Share, ...], key_heads: int, backend: Backend, dtype: torch.dtype, alone: bool
-) -> torch.dtype:
-    """Of dK and dV on their way home: wide where several ranks have a share of one key head that
-    is not yet rounded, by a kernel that is ``alone`` with it or at the end of a ring."""
-    shared = sum(share.key.length for share in stage) > key_heads
-    if shared and not alone:
-        return wide_dtype(dtype)
-    return backend.gradient_dtype(dtype) if shared else dtype
+def key_grad_dtype(stage: tuple[Share, ...], key_heads: int, dtype: torch.dtype) -> torch.dtype:
+    """Of dK and dV on their way home: wide where several ranks have a share of one key head."""
+    return wide_dtype(dtype) if are_shared(stage, key_heads) else dtype
+
+
+def are_shared(stage: tuple[Share, ...], key_heads: int) -> bool:
+    """Whether some key head goes to several ranks."""
+    return sum(share.key.length for share in stage) > key_heads
 
 
 class Messages:
@@ -79,9 +78,7 @@ class Messages:
         self.stages = head_shares(heads, key_heads, ranks, count)
 
     def key_grad_dtype(self, stage) -> torch.dtype:
-        plan = self.plan
-        alone = self._schedule.across is None
-        return key_grad_dtype(stage, plan.shards[1][1], BACKENDS[plan.backend], plan.dtype, alone)
+        return key_grad_dtype(stage, self.plan.shards[1][1], self.plan.dtype)
 
     def of_stage(self, stage, backward: bool) -> tuple[list[Transfer], list[Transfer]]:
         """There and back, in order."""

@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from cp_dispatch.backends.base import repeat_heads
 from cp_dispatch.layouts import Geometry, RowGeometry, Span, laid_out
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import alone, head_costs
@@ -116,9 +117,16 @@ class Heads:
                 rows = (_heads(x, segment.query) for x in (go, q, out, lse))
                 go_, q_, out_, lse_ = rows
                 k_, v_ = _heads(k, segment.key), _heads(v, segment.key)
+                groups = q_.size(1) // max(1, k_.size(1)) if team.repeats_keys else 1
+                k_, v_ = repeat_heads(k_, groups), repeat_heads(v_, groups)
                 dq, dk, dv, dmask = team.schedule.backward(
                     own, go_, q_, k_, v_, out_, lse_.squeeze(-1), key_grad, mask_grad
                 )
+                if groups > 1 and key_grad:
+                    dk, dv = (
+                        x.unflatten(1, (-1, groups)).sum(2, dtype=team.key_grad_dtype)
+                        for x in (dk, dv)
+                    )
                 of_query.append(dq)
                 of_key.append(dk)
                 of_value.append(dv)
@@ -176,8 +184,11 @@ class _Team:
         shapes = tuple((x.size(1), x.size(-1)) for x in (query, key, value))
         count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks)
         self._stages = head_shares(heads, key_heads, ranks, count)
-        self.key_grad_dtype = head_costs.key_grad_dtype(
-            self._stages[0], key_heads, job.backend, key.dtype, alone=everyone
+        self.key_grad_dtype = head_costs.key_grad_dtype(self._stages[0], key_heads, key.dtype)
+        # A kernel would round a rank's share of a head's gradient, of which there are several, once
+        # more than on one device: it gets every query head its own key head, to be added up wide.
+        self.repeats_keys = everyone and self.key_grad_dtype is not job.backend.gradient_dtype(
+            key.dtype
         )
         # The sequence of the groups, and this rank's place in it.
         self.schedule, across = alone, None
