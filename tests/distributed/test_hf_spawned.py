@@ -175,8 +175,9 @@ def by_context(env: Env, kind: str, balancer, seen=None) -> None:
 
 def ready_masks(env: Env, kind: str) -> None:
     """Masks made by the caller, one for each kind of layer, go by true positions in any order."""
-    want = one_process(build(kind), steps=5)
-    rows, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    want = one_process(build(kind, env.device), steps=5)
+    keys = torch.arange(LENGTH, device=env.device)
+    rows = keys[:, None]
     full = (keys <= rows)[None, None]
     masks = {"full_attention": full, "sliding_attention": full & (keys > rows - WINDOW)}
     mask = masks if kind == "Qwen2" else masks["sliding_attention"]
@@ -185,15 +186,16 @@ def ready_masks(env: Env, kind: str) -> None:
     def forward(model, *data):
         return inside(functools.partial(model, attention_mask=mask), *data)
 
-    same(train(build(kind), forward, all_summed(env), steps=5), want)
+    same(train(build(kind, env.device), forward, all_summed(env), steps=5), want)
 
 
 def compiled(env: Env) -> None:
     """In graphs masks are ready in a block, and plain beside DTensors; else the model raises."""
-    model, mesh = build("Qwen2"), env.mesh()
-    tokens, labels = batches(1)[0]
+    model, mesh = build("Qwen2", env.device), env.mesh()
+    tokens, labels = (x.to(env.device) for x in batches(1)[0])
     want = loss_of(model(tokens).logits, labels).item()
-    rows, keys = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    keys = torch.arange(LENGTH, device=env.device)
+    rows = keys[:, None]
     full = (keys <= rows)[None, None]
     masks = {"full_attention": full, "sliding_attention": full & (keys > rows - WINDOW)}
     torch._dynamo.reset()
@@ -207,15 +209,16 @@ def compiled(env: Env) -> None:
     sharded = torch.compile(distribute_module(model, mesh), backend="aot_eager")
     data = [distribute(x, mesh, [Shard(1)]) for x in (tokens, labels, keys[None])]
     with cp_dispatch.enabled():
-        logits = sharded(data[0], position_ids=data[2], attention_mask=torch.ones(1, LENGTH)).logits
+        ones = torch.ones(1, LENGTH, device=env.device)
+        logits = sharded(data[0], position_ids=data[2], attention_mask=ones).logits
     got = loss_of(logits.to_local(), data[1].to_local()).detach()
     assert abs(all_summed(env)(got).item() - want) <= 1e-4 * want
 
 
 def refused_on_every_rank(env: Env) -> None:
     """What one rank cannot know of another is refused by all, and says what to do."""
-    model = build("Qwen2")
-    tokens, labels = batches(1)[0]
+    model = build("Qwen2", env.device)
+    tokens, labels = (x.to(env.device) for x in batches(1)[0])
     packed = torch.cat([torch.arange(LENGTH - 7), torch.arange(7)])[None]
     ones = torch.ones(1, LENGTH, dtype=torch.int64)
     for words, balancer, positions in (
@@ -235,25 +238,26 @@ def refused_on_every_rank(env: Env) -> None:
         with cp_dispatch.context_parallel(env.mesh()):
             model(whole[0])
     plain = model(tokens).logits  # outside of a block nothing is left over
-    assert torch.equal(plain, build("Qwen2")(tokens).logits)
+    assert torch.equal(plain, build("Qwen2", env.device)(tokens).logits)
 
 
 def window_of_a_style(env: Env) -> None:
     """A module in a style gets the mask that was made outside, which is none where a shard is no
     longer than the window, although the sequence is: refused, and right without a window."""
     mesh = env.mesh()
-    own = [x.chunk(env.world_size, 1)[env.rank] for x in batches(1)[0]]
-    positions = torch.arange(LENGTH).chunk(env.world_size)[env.rank][None]
+    tokens = batches(1)[0][0].to(env.device)
+    own = tokens.chunk(env.world_size, 1)[env.rank]
+    positions = torch.arange(LENGTH, device=env.device).chunk(env.world_size)[env.rank][None]
     style = cp_dispatch.ContextParallel(seq_dim=1)
     for window in (LENGTH // env.world_size + 1, LENGTH):
-        model = build("Mistral", sliding_window=window)
-        want = model(batches(1)[0][0]).logits.chunk(env.world_size, 1)[env.rank]
+        model = build("Mistral", env.device, sliding_window=window)
+        want = model(tokens).logits.chunk(env.world_size, 1)[env.rank]
         parallelize_module(model, mesh, {"model.layers.*.self_attn": style})
         if window < LENGTH:
             with pytest.raises(cp_dispatch.ContextParallelError, match="sliding_window"):
-                model(own[0], position_ids=positions)
+                model(own, position_ids=positions)
         else:
-            torch.testing.assert_close(model(own[0], position_ids=positions).logits, want)
+            torch.testing.assert_close(model(own, position_ids=positions).logits, want)
 
 
 CASES = {

@@ -163,12 +163,12 @@ def recomputed_outside(env: Env) -> None:
     """After the block a style of its order does not know it any more: no other one is taken."""
     mesh = env.mesh()
     for balancer in ("auto", "head-tail"):
-        model = build()
+        model = build(env.device)
         for name, layer in list(model.layers.items()):
             inner = layer.attention.inner_attention
             parallelize_module(inner, mesh, ContextParallel(balancer=balancer))
             model.layers[name] = checkpoint_wrapper(layer)
-        tokens, labels = (x.clone() for x in batches()[0])
+        tokens, labels = (x.to(env.device, copy=True) for x in batches()[0])
         with cp_dispatch.context_parallel(
             mesh, buffers=[tokens, labels, model.turns], buffer_seq_dims=[1, 1, 0]
         ):
@@ -179,8 +179,9 @@ def recomputed_outside(env: Env) -> None:
         else:
             loss.backward()
             average_over({"cp": mesh})(model)
-            alone = build()
-            loss_of(alone(batches()[0][0]), batches()[0][1]).backward()
+            alone = build(env.device)
+            tokens, labels = (x.to(env.device) for x in batches()[0])
+            loss_of(alone(tokens), labels).backward()
             for mine, true in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, true.grad, rtol=1e-4, atol=1e-6)
 
@@ -191,7 +192,7 @@ def style_follows_its_surroundings(env: Env) -> None:
     torch._dynamo.reset()
     mesh = env.mesh()
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, 4, LENGTH, 8, generator=generator) for _ in range(3)]
+    tensors = torch.randn(3, 1, 4, LENGTH, 8, generator=generator).to(env.device).unbind()
     want = F.scaled_dot_product_attention(*tensors, is_causal=True)
     layout = cp_dispatch.HeadTail(LENGTH, env.world_size)
 
