@@ -255,7 +255,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=[2], ids=lambda size: f"{size}ranks")
 def outcomes(request) -> dict[str, str]:
-    return run_asked(request, request.param, "gloo", 120)
+    return run_asked(request, request.param, "gloo", 240)
 
 
 @pytest.mark.parametrize("case", CASES)

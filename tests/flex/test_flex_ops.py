@@ -16,9 +16,8 @@ CHECKS = ("test_schema", "test_faketensor")
 
 def arguments(length: int, full: bool, layout="", rank=0, ranks=1, batch=2):
     mask = create_block_mask(
-        lambda b, h, q, k: q >= k, None, None, length, length, "cpu", BLOCK_SIZE=8,
-        separate_full_blocks=True,
-    )  # fmt: skip
+        lambda b, h, q, k: q >= k, None, None, length, length, "cpu", BLOCK_SIZE=8
+    )
     tensors = list(MaskTuple(mask.as_tuple()).tensors)
     if not full:
         tensors[2:] = [None, None]
