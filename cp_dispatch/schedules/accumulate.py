@@ -80,7 +80,7 @@ class _Accumulator:
             if held is None:
                 target = given
             else:
-                target = self._target(final=left == 0)
+                target = self._target(held, final=left == 0)
                 self._combine(held.view(*where), given.view(*where), target.view(*where))
             for segment in group:
                 segment.source, segment.left = target, left
@@ -98,15 +98,23 @@ class _Accumulator:
         if group:
             yield group
 
-    def _target(self, final: bool) -> _Source:
+    def _target(self, held: _Source | None, final: bool) -> _Source:
         if final or self._wide_is_final():
             if self._final is None:
-                self._final = _Source(self._empty(self._dtype, self._length))
+                # Memory that a kernel gave all rows in serves, so that some rows are there already.
+                is_whole = held is not None and held.row is None and self._spans_all(held.tensors)
+                self._final = held if is_whole else _Source(self._empty(self._dtype, self._length))
             return self._final
         if self._wide is None:
             wide, length = wide_dtype(self._dtype), self._wide_stop - self._wide_start
             self._wide = _Source(self._empty(wide, length), self._wide_start)
         return self._wide
+
+    def _spans_all(self, tensors: tuple[Tensor, ...]) -> bool:
+        if tensors[0].size(2) != self._length or not self._is_final(tensors):
+            return False
+        # A result must not keep a larger buffer alive.
+        return all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)
 
     def _wide_is_final(self) -> bool:
         return self._dtype is wide_dtype(self._dtype)
@@ -118,7 +126,7 @@ class _Accumulator:
             (source,) = sources
             if source.row is None and self._is_final(source.tensors):
                 return source.tensors
-        final = self._target(final=True)
+        final = self._target(None, final=True)
         if not self._covered:
             batch, _, length = final.tensors[0].shape[:3]
             for row in set(range(batch)) - set(self._rows):

@@ -58,9 +58,9 @@ class _Gather:
         plan = plan_of(job.geometry, job.rank)
         exchange = to_pairs(job.ring, query) if self.mirrored else None
         if exchange is not None:
-            (query,) = _for_home(exchange, plan.own)
+            (query,) = _for_home(exchange, _at_home(job.geometry, job.rank))
         keys = gathered_keys(key, value, job.geometry, job.ring)
-        own, rest = plan.own, plan.rest
+        own, rest = _at_home(job.geometry, job.rank), plan.rest
         if query.numel() == 0:
             own, rest = (), ()
         dtype = job.backend.output_dtype(query.dtype)
@@ -162,6 +162,23 @@ def _for_home(exchange: Exchange, own: tuple[Tile, ...]) -> list[Tensor]:
         for tile in own
     )
     return exchange.tensors if stays else exchange.finish()
+
+
+@functools.lru_cache(maxsize=256)
+def _at_home(geometry: Geometry, rank: int) -> tuple[Tile, ...]:
+    """The tiles at home, as one where a rank's pieces follow each other and one covers the same."""
+    own, whole = plan_of(geometry, rank).own, geometry.tiles(rank, rank)
+    return whole if len(whole) == 1 and _pairs(whole) == _pairs(own) else own
+
+
+def _pairs(tiles: tuple[Tile, ...]) -> int:
+    """How many queries and keys see each other."""
+    return sum(
+        tile.query_length * (tile.query_length + 1) // 2
+        if tile.causal
+        else tile.query_length * tile.key_length
+        for tile in tiles
+    )
 
 
 def _halved(own: tuple[Tile, ...]) -> tuple[Tile, ...]:

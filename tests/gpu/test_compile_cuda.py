@@ -63,8 +63,8 @@ def judge(problem, tensors, got, kernel: str) -> None:
     check(got, exact(problem, tensors), single, floors=floors, few=few)
 
 
-def fresh(seed: int, device) -> list[torch.Tensor]:
-    return Problem(**vars(PROBLEM) | {"seed": seed}).tensors(device)
+def fresh(seed: int, device, problem=PROBLEM) -> list[torch.Tensor]:
+    return Problem(**vars(problem) | {"seed": seed}).tensors(device)
 
 
 # -- One call, compiled and replayed -------------------------------------------------------------
@@ -117,7 +117,7 @@ def captured(env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROB
     mesh = env.mesh()
     static = [
         distribute(x, mesh, ROWS).requires_grad_(i < 3)
-        for i, x in enumerate(order(fresh(0, env.device), layout))
+        for i, x in enumerate(order(fresh(0, env.device, problem), layout))
     ]
     *inputs, grad = static
     mask = problem.attn_mask(env.device)
@@ -138,7 +138,7 @@ def captured(env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROB
         with torch.cuda.graph(graph):
             results = step()
     for seed in (1, 2, 3):
-        tensors = fresh(seed, env.device)
+        tensors = fresh(seed, env.device, problem)
         with torch.no_grad():
             for own, new in zip(static, order(tensors, layout), strict=True):
                 own.to_local().copy_(distribute(new, mesh, ROWS).to_local())
