@@ -56,17 +56,18 @@ def sum_parts_eager(parts: Sequence[Tensor], out: Tensor) -> None:
 
 def add_up(total: Tensor, parts: list[tuple[int, Tensor]]) -> None:
     """Write the sum of parts, each with its first row of ``total``; zeros where there is none."""
+    spans = [(start, start + part.size(2), part) for start, part in parts]
     edges = {0, total.size(2)}
-    for start, part in parts:
-        edges |= {start, start + part.size(2)}
+    for start, stop, _ in spans:
+        edges |= {start, stop}
     edges = sorted(edges)
     for begin, end in zip(edges, edges[1:], strict=False):
         here = [
-            part[:, :, begin - start : end - start]
-            for start, part in parts
-            if start <= begin and end <= start + part.size(2)
+            part if (start, stop) == (begin, end) else part.narrow(2, begin - start, end - begin)
+            for start, stop, part in spans
+            if start <= begin and end <= stop
         ]
-        into = total[:, :, begin:end]
+        into = total.narrow(2, begin, end - begin)
         sum_parts(here, into) if here else into.zero_()
 
 

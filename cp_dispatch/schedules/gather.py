@@ -65,7 +65,7 @@ class _Gather:
             own, rest = (), ()
         dtype = job.backend.output_dtype(query.dtype)
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        halves = _are_halves(own, query, key) and job.dropout is None
+        halves = _are_halves(own, query, key, value) and job.dropout is None
         done = (Tile(0, query.size(2), 0, query.size(2), True, (), ()),) if halves else own
         result = OutputAccumulator(query, value.size(-1), done + rest, dtype, lse_dtype)
         with keys.coming(), part("gather[home]"):
@@ -197,24 +197,30 @@ def _halved(own: tuple[Tile, ...]) -> tuple[Tile, ...]:
     )
 
 
-def _are_halves(own: tuple[Tile, ...], query: Tensor, key: Tensor) -> bool:
+def _are_halves(own: tuple[Tile, ...], *tensors: Tensor) -> bool:
     """Whether the tiles at home are each half of the rows with themselves, so that the halves can
     be two rows of a batch."""
-    half = query.size(2) // 2
+    half = tensors[0].size(2) // 2
     return [tile[:5] for tile in own] == [
         (start, half, start, half, True) for start in (0, half)
-    ] and all(x.transpose(1, 2).is_contiguous() for x in (query, key))
+    ] and all(x.transpose(1, 2).is_contiguous() for x in tensors)
 
 
 def _forward_halves(job: Job, query, key, value, result: OutputAccumulator, tile: Tile) -> None:
     """The causal tiles of both halves as one kernel call."""
-    batch, _, length, _ = query.shape
+    batch, heads, length, _ = query.shape
+    half = length // 2
 
     def halves(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).unflatten(1, (2, length // 2)).flatten(0, 1).transpose(1, 2)
+        row, dim = x.size(1) * x.size(3), x.size(3)
+        # One call: views one after the other cost the host as much as a kernel.
+        return x.as_strided((2 * batch, x.size(1), half, dim), (half * row, dim, row, 1))
 
     out, lse = job.backend.forward(*map(halves, (query, key, value)), None, True, job.scale)
-    out = out.transpose(1, 2).unflatten(0, (batch, 2)).flatten(1, 2).transpose(1, 2)
+    if not out.transpose(1, 2).is_contiguous():
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    row, dim = heads * out.size(3), out.size(3)
+    out = out.as_strided((batch, heads, length, dim), (length * row, dim, row, 1))
     lse = lse.unflatten(0, (batch, 2)).transpose(1, 2).flatten(2, 3)
     result.add(out, lse, tile)
 
