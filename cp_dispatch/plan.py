@@ -42,6 +42,7 @@ from cp_dispatch.report import (
 )
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.sharding import sequence_kinds, target_placements
+from cp_dispatch.transport import carrier
 from cp_dispatch.why_not import reasons_against
 
 
@@ -393,4 +394,7 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
     plan = _in_words(make_plan(current_options(), four), four)
     if plan.handler == "cp_dispatch" and four.attn_mask is None:
         plan = with_predictions(plan, query.device_mesh.device_type, False)
+    if plan.handler == "cp_dispatch":
+        moved = carrier(query, plan.schedule, plan.mesh_dims)
+        plan = dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
     return dataclasses.replace(plan, call=call.describe())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.schedules.mailbox import Mailbox, mailbox
+from cp_dispatch.schedules.mailbox import Mailbox, is_used_by, mailbox
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
@@ -116,6 +116,12 @@ class Ring:
         """The sum over all ranks, in place; the tensor's memory must be dense."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+def reaches_peers(group_name: str) -> bool | None:
+    """Whether the ranks of a group write to each other's memory; None if they have not tried."""
+    known = _ring_groups.get(group_name)
+    return is_used_by(known[1]) if known is not None else None
 
 
 class SubRing(Ring):

@@ -1,0 +1,30 @@
+"""In words, for people: what carries a plan's moves on CUDA."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch.groups import ring_group_name
+from cp_dispatch.schedules.comm import reaches_peers
+
+_PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "ulysses")
+
+
+def carrier(query: DTensor, schedule: str | None, mesh_dims: tuple[int, ...]) -> str | None:
+    """Whether copy engines or NCCL move what a schedule moves; None where there is no choice."""
+    if query.device_mesh.device_type != "cuda" or schedule not in _PUSHED or not mesh_dims:
+        return None
+    # The group of several mesh dims is made at its first call, and this must not communicate.
+    name = ring_group_name(query.device_mesh, mesh_dims) if len(mesh_dims) == 1 else ""
+    reaches = reaches_peers(name) if name else None
+    if reaches is None:
+        return (
+            "moved by copy engines if every rank can write to every other's memory, which the ranks "
+            "find out at their first call, else by NCCL"
+        )
+    if not reaches:
+        return "moved by NCCL: not every rank can write to every other's memory, or was told not to"
+    return (
+        "moved by copy engines where rooms of 1 GiB suffice: nothing that its receiver does not "
+        "need, and gradients in the kernels' dtype (the bytes above are NCCL's)"
+    )
