@@ -19,7 +19,7 @@ def carrier(query: DTensor, schedule: str | None, mesh_dims: tuple[int, ...]) ->
     reaches = reaches_peers(name) if name else None
     if reaches is None:
         return (
-            "moved by copy engines if every rank can write to every other's memory, which the ranks "
+            "moved by copy engines if every rank can write to every other's memory, which they "
             "find out at their first call, else by NCCL"
         )
     if not reaches:
