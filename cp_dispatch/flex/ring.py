@@ -15,7 +15,7 @@ from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.local import LocalFlex, apart
-from cp_dispatch.flex.ops import MaskJob
+from cp_dispatch.flex.mask_job import MaskJob
 
 _OPS = torch.ops.cp_dispatch
 

@@ -18,8 +18,8 @@ from cp_dispatch.flex.cut import dense, unpack
 from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
+from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.needs import everything, moves, needs_of, pays_to_gather, rows_sent
-from cp_dispatch.flex.ops import MaskJob
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
