@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex
+from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
 from cp_dispatch.flex.needs import everything, rows_sent
-from cp_dispatch.flex.ops import MaskJob
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
 
 

@@ -126,7 +126,7 @@ class LocalFlex:
 
     @functools.cached_property
     def mask_arguments(self) -> tuple:
-        """What all ops take of the mask and the ranks (:class:`cp_dispatch.flex.ops.MaskJob`)."""
+        """What all ops take, see :class:`cp_dispatch.flex.mask_job.MaskJob`."""
         return (
             *self.call.mask.tensors, self.plan.query_length, self.plan.key_length,
             list(self.call.mask.block_size), self.part, list(self.plan.ring_shape), self.rank,

@@ -14,20 +14,15 @@ the device), and kept while the mask's tensors live (:mod:`cp_dispatch.flex.kept
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import all_gather_single, resolve_group
+from cp_dispatch._compat import resolve_group
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex import needs as needs_
-from cp_dispatch.flex.cut import Blocks, cut, dense, pack, packed_shapes, packed_size, touched
-from cp_dispatch.flex.exchange import Exchange, rows_of, split_rows
-from cp_dispatch.flex.hops import Hop, Window, window
-from cp_dispatch.flex.kept import Kept
-from cp_dispatch.flex.ownership import Ownership, ownership
+from cp_dispatch.flex.cut import cut, pack, packed_size
+from cp_dispatch.flex.exchange import rows_of, split_rows
+from cp_dispatch.flex.mask_job import MaskJob, kept
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
 
@@ -61,142 +56,6 @@ SCHEMAS = (
     "flex_apart(Tensor[] parts) -> Tensor[]",
 )
 
-_kept = Kept()
-
-
-@dataclass(frozen=True)
-class MaskJob:
-    """The arguments that all ops share; lengths may be symbolic where no tensor has data."""
-
-    kv_num: Tensor
-    kv_indices: Tensor
-    full_kv_num: Tensor | None
-    full_kv_indices: Tensor | None
-    query_length: int
-    key_length: int
-    blocks: tuple[int, int]
-    part: tuple[int, int, int, int]
-    ring_shape: tuple[int, ...]
-    ring_rank: int
-    group_name: str
-    layout: str
-    local_rows: bool
-    whole: bool
-
-    @property
-    def tensors(self) -> tuple:
-        return self.kv_num, self.kv_indices, self.full_kv_num, self.full_kv_indices
-
-    @property
-    def lanes(self) -> int:
-        """Sets of batch rows of this rank that lie alike."""
-        return int(self.part[1]) if self.layout and from_text(self.layout).rows > 1 else 1
-
-    @property
-    def columns(self):
-        return (self.key_length + self.blocks[1] - 1) // self.blocks[1]
-
-    @property
-    def queries(self) -> Ownership:
-        return self._owned(self.query_length)
-
-    @property
-    def keys(self) -> Ownership:
-        return self._owned(self.key_length)
-
-    def _owned(self, length: int) -> Ownership:
-        first, batch, *_ = self.part
-        lanes = (int(first), int(batch)) if self.lanes > 1 else None
-        return ownership(int(length), tuple(self.ring_shape), self.layout, lanes)
-
-    def own_part(self) -> Blocks:
-        """The mask of this rank's batch rows and heads."""
-        first, batch, first_head, heads = self.part
-        tensors = []
-        for x in self.tensors:
-            if x is not None and x.size(0) > 1:
-                x = x[first : first + batch]
-            if x is not None and x.size(1) > 1:
-                x = x[:, first_head : first_head + heads]
-            tensors.append(x)
-        return Blocks(*tensors)
-
-    def exchange(self, device: torch.device) -> Exchange:
-        """Who sends what to whom; asks the other ranks where the mask has this rank's rows only."""
-        key = (self._key, str(device), "exchange")
-        if self.whole:
-            return _kept.get((), key, lambda: self._exchange(device))
-        return _kept.get(self.tensors, key, lambda: self._exchange(device))
-
-    @property
-    def _key(self) -> tuple:
-        return (
-            int(self.query_length), int(self.key_length), tuple(self.blocks),
-            tuple(map(int, self.part)), tuple(self.ring_shape), self.ring_rank, self.group_name,
-            self.layout, self.local_rows, self.whole,
-        )  # fmt: skip
-
-    def hop(self, hop: int, device: torch.device) -> Hop:
-        """What moves at one hop of the ring."""
-
-        def make() -> Hop:
-            needs = _kept.get(self.tensors, (self._key, "needs"), self._find_needs)
-            return Hop(needs, self.keys, self.ring_rank, hop, self.blocks[1], device)
-
-        return _kept.get(self.tensors, (self._key, str(device), hop), make)
-
-    def window(self, hop: int) -> Window:
-        """The key blocks of the owner at a hop."""
-        owner = (self.ring_rank - hop) % self.keys.world_size
-        return window(self.keys, owner, self.blocks[1])
-
-    def _exchange(self, device: torch.device) -> Exchange:
-        return Exchange(self._find_needs(), self.keys, self.ring_rank, device)
-
-    def _find_needs(self) -> needs_.Needs:
-        if self.whole:
-            return needs_.everything(self.queries, self.keys)
-        return self._needs_of_all(self.keys) if self.local_rows else self.needs()
-
-    def needs(self) -> needs_.Needs:
-        """What every rank needs, from a mask of all rows."""
-        tables = self._tables().cpu()
-        return needs_.needs_of(tables, self.queries, self.keys, tuple(self.blocks))
-
-    def _tables(self) -> Tensor:
-        """``(lanes, query blocks, key blocks)``: which ones are computed."""
-        mask = self.own_part()
-        table = dense(mask.kv_num, mask.kv_indices, int(self.columns))
-        if mask.full_kv_num is not None:
-            table = table | dense(mask.full_kv_num, mask.full_kv_indices, int(self.columns))
-        table = table.any(1)
-        if self.lanes > 1:
-            return table.expand(self.lanes, *table.shape[1:])
-        return table.any(0, keepdim=True)
-
-    def _needs_of_all(self, keys: Ownership):
-        """Every rank tells which key blocks its rows compute."""
-        own = self._tables().any(1).to(torch.uint8)
-        every = own.new_empty((keys.world_size, *own.shape))
-        all_gather_single(
-            every.view(-1), own.contiguous().view(-1), group=resolve_group(self.group_name)
-        )
-        return tuple(
-            tuple(needs_.runs(lane, self.blocks[1], keys) for lane in rank) for rank in every.cpu()
-        )
-
-    def packed_shapes(self, hop: int) -> list[tuple | None]:
-        """Shapes of the tensors of the cut mask."""
-        columns = self.columns if hop < 0 else len(self.window(hop).blocks)
-        batch = max(self.lanes, _part_size(self.kv_num.size(0), self.part[1]))
-        heads = _part_size(self.kv_num.size(1), self.part[3])
-        rows = len(touched(self.queries, self.ring_rank, self.blocks[0]).complete)
-        return packed_shapes(batch, heads, rows, columns, self.full_kv_num is not None)
-
-
-def _part_size(size, part):
-    return part if size > 1 else 1
-
 
 def _flex_cut(*args) -> Tensor:
     """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
@@ -209,7 +68,7 @@ def _flex_cut(*args) -> Tensor:
         return pack(cut(job.own_part(), *where, chosen, job.local_rows))
 
     # A copy: what an op returns is the graph's, which may write over it.
-    return _kept.get(job.tensors, (job._key, hop, "cut"), make).clone()
+    return kept.get(job.tensors, (job._key, hop, "cut"), make).clone()
 
 
 def _flex_cut_fake(*args) -> Tensor:
@@ -329,7 +188,7 @@ def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor
         return order.to(like.device, torch.int32)
 
     key = (layout, ring_rank, tuple(map(int, part)), str(like.device), "order")
-    return _kept.get((), key, make).clone()
+    return kept.get((), key, make).clone()
 
 
 def _flex_order_fake(like, layout, ring_rank, part, rows):

@@ -15,7 +15,7 @@ from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.local import LocalFlex, apart
-from cp_dispatch.flex.ops import MaskJob
+from cp_dispatch.flex.mask_job import MaskJob
 
 _OPS = torch.ops.cp_dispatch
 
@@ -98,5 +98,7 @@ def _hops(local: LocalFlex, backward: bool):
     for hop in range(local.plan.world_size):
         if hop and job is not None and job.hop(hop, key.device).is_idle:
             continue
-        buffer = _OPS.flex_hop(key, value, *local.mask_arguments, hop, fill, backward)
+        # A block on a border has rows that the owner has not: hidden, but multiplied by zero.
+        zeros = fill or not all(local.window(hop).own)
+        buffer = _OPS.flex_hop(key, value, *local.mask_arguments, hop, zeros, backward)
         yield hop, apart(split_rows(buffer, [key.shape[3], value.shape[3]]))

@@ -14,9 +14,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex import exchange, hops
+from cp_dispatch.flex.cut import dense, unpack
 from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
+from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.needs import everything, moves, needs_of, pays_to_gather, rows_sent
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.groups import ring_group_name
@@ -108,6 +110,16 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False):
                 others = mine[rows][:, :, rest]
                 gathered = pays_to_gather(needs, owned)
                 assert torch.equal(others, true[rows][:, :, rest] * float(gathered))
+        # Kernels read every row of a block that this rank's mask lists, and memory of others is
+        # never written: so all of them must be there.
+        listed = listed_blocks(arguments)
+        for b in range(B):
+            blocks_of_row = listed[b if len(listed) > 1 else 0].nonzero().flatten()
+            starts = (blocks_of_row * blocks[1]).view(-1, 1)
+            index = (starts + torch.arange(blocks[1])).flatten()
+            index = index[index < length]
+            for mine, true in zip(got, (key, value), strict=True):
+                assert torch.equal(mine[b][:, index], true[b][:, index])
         place = torch.arange(length).view(1, 1, -1, 1)
         grads = [(place * (rank + 1) * 1.0).expand(B, HKV, length, n).clone() for n in (D, DV)]
         got = OPS.flex_bring_back(*grads, *own, *arguments)
@@ -123,6 +135,17 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False):
 
     run_threads(ranks, body)
     return needs, owned
+
+
+def listed_blocks(arguments) -> torch.Tensor:
+    """``(B or 1, key blocks)``: those that some row and head of the rank's mask computes."""
+    job = MaskJob(*arguments)
+    own = unpack(OPS.flex_cut(*arguments, -1), job.packed_shapes(-1))
+    columns = int(job.columns)
+    table = dense(own.kv_num, own.kv_indices, columns)
+    if own.full_kv_num is not None:
+        table = table | dense(own.full_kv_num, own.full_kv_indices, columns)
+    return table.any(2).any(1)
 
 
 def _rows(layout: str) -> int:
