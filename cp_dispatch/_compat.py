@@ -59,6 +59,7 @@ __all__ = [
     "get_unwrapped",
     "group_name",
     "guard_trace",
+    "has_tangent",
     "in_backward",
     "is_fake",
     "is_functorch_wrapped_tensor",
@@ -90,6 +91,16 @@ except ImportError:
 
 # Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
 without_subclass = torch._C.DisableTorchFunctionSubclass
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD follows a tensor."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 and (
+        torch.autograd.forward_ad.unpack_dual(tensor, level=level).tangent is not None
+    )
+
+
 functorch_is_active = torch._C._are_functorch_transforms_active
 fused_sdp_choice = torch._fused_sdp_choice
 

@@ -65,7 +65,7 @@ def _job(
         SCHEDULES[schedule].geometry(
             query_length, key_length, ring_shape, is_causal, from_text(layout) if layout else None
         ),
-        1 / math.sqrt(query.size(-1)) if scale is None else scale,
+        1 / math.sqrt(max(1, query.size(-1))) if scale is None else scale,
         ring,
         mask=mask,
         own_rows=not layout or "rows" in mask_order,

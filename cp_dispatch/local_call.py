@@ -21,6 +21,7 @@ from cp_dispatch._compat import (
     all_gather_single,
     disable_current_modes,
     functorch_is_active,
+    has_tangent,
     is_tracing,
 )
 from cp_dispatch.agreement import check_agreement, debug_is_on
@@ -81,6 +82,8 @@ def _check_form(context: PlainContext, call: Call) -> None:
             context, call,
             "torch.func transforms (vmap, grad, jvp) are on; use autograd, or leave the context",
         )  # fmt: skip
+    if any(x is not None and has_tangent(x) for x in (*call.tensors.values(), call.attn_mask)):
+        refuse(context, call, "forward-mode AD is on; use reverse mode, or leave the context")
     device = context.mesh.device_type
     for name, tensor in call.tensors.items():
         if tensor.is_nested or tensor.layout != torch.strided:

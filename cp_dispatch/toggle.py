@@ -119,8 +119,8 @@ def plain_shards(context: PlainContext):
     _checked(context.schedule, None)
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
-        _sync()
         hf_masks.install(plain_context)
+        _sync()
     try:
         yield
     finally:

@@ -12,7 +12,9 @@ ring op. The graph is guarded by what decides about that block.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,8 @@ from cp_dispatch.local_call import attend_plain
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.plain_context import PlainContext
 
+_ATEN = torch.ops.aten.scaled_dot_product_attention
+_SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
 _contexts: dict[int, PlainContext] = {}
 _decide: list = []  # for each class of marked tensors, what gives its block here and now
 
@@ -61,7 +65,7 @@ class Marked(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func in _SDPA:
             with without_subclass():
                 return _attend(cls.number, *args, **kwargs).as_subclass(cls)
         return super().__torch_function__(func, types, args, kwargs)
@@ -112,8 +116,11 @@ def traced_forward(decide, run, own=None):
                     "traces it; use torch.export.export(..., strict=True), and plain inputs"
                 )
             return run(self, original, args, kwargs)
+        _refuse_containers("takes", (args, kwargs))
         args, kwargs = map_tensors(lambda x: x.as_subclass(cls), (args, kwargs))
-        return map_tensors(_unmarked, original(self, *args, **kwargs))
+        output = original(self, *args, **kwargs)
+        _refuse_containers("returns", output)
+        return map_tensors(_unmarked, output)
 
     return forward
 
@@ -123,6 +130,22 @@ def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with without_subclass():
         return torch.ops.aten.alias(tensor)
+
+
+def _refuse_containers(verb: str, value) -> None:
+    """Raise where tensors may be that :func:`map_tensors` does not see, whose attention would be
+    local."""
+    if isinstance(value, (tuple, list)):
+        for x in value:
+            _refuse_containers(verb, x)
+    elif type(value) is dict:
+        for x in value.values():
+            _refuse_containers(verb, x)
+    elif isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        raise ContextParallelError(
+            f"a compiled module in ContextParallel {verb} a {type(value).__name__}; use tensors, "
+            "tuples, lists and dicts, or do not compile the module"
+        )
 
 
 def _has_dtensor(value) -> bool:

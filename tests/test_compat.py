@@ -125,6 +125,14 @@ def test_symmetric_memory():
         assert callable(getattr(_compat.symmetric_memory, name))
 
 
+def test_has_tangent():
+    x = torch.ones(2)
+    assert not _compat.has_tangent(x)
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.has_tangent(torch.autograd.forward_ad.make_dual(x, x))
+        assert not _compat.has_tangent(x)
+
+
 def test_group_name(mesh):
     group = mesh.get_group(0)
     assert _compat.group_name(group) == group.group_name

@@ -71,7 +71,10 @@ class LocalFlex:
 
     @functools.cached_property
     def queries(self) -> Ownership:
-        batch = (self.part[0], self.part[1]) if self._lanes > 1 else None
+        layout = self.plan.layout
+        # Also of a single batch row: it lies as its own row of the layout says.
+        own = layout is not None and layout.rows > 1 and self.part[1]
+        batch = (self.part[0], self.part[1]) if own else None
         return ownership(int(self.plan.query_length), self.plan.ring_shape, self._layout, batch)
 
     @functools.cached_property

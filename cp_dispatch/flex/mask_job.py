@@ -61,7 +61,9 @@ class MaskJob:
 
     def _owned(self, length: int) -> Ownership:
         first, batch, *_ = self.part
-        lanes = (int(first), int(batch)) if self.lanes > 1 else None
+        # Also a single batch row lies as its own row of the layout says.
+        own = self.layout and from_text(self.layout).rows > 1 and batch
+        lanes = (int(first), int(batch)) if own else None
         return ownership(int(length), tuple(self.ring_shape), self.layout, lanes)
 
     def own_part(self) -> Blocks:

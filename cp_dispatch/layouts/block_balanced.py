@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -105,8 +106,13 @@ class BlockBalanced(Balancer):
         rows = f", {self.rows} batch rows" if self.rows > 1 else ""
         return (
             f"BlockBalanced({self.blocks} blocks of {self.block_size}{rows}, "
-            f"world_size={self.world_size})"
+            f"world_size={self.world_size}, work {self._digest})"
         )
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        # Keys of caches of compiled graphs are made of representations.
+        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
 
     def owned_blocks(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """For each of :attr:`rows`, the blocks that ``rank`` owns, ascending."""

@@ -125,13 +125,18 @@ class _Gather:
         # Half of what is at home hides the gather, the other half the way of dK and dV.
         half = (len(own) + self.mirrored) // 2
         first, second = own[:half], own[half:]
-        with keys.coming(), part("gather_backward[home]"):
-            shares = block(key, value, first)
-        if exchange is not None:
-            exchange.finish()
-        with part("gather_backward[gathered]"):
-            of_others = block(*keys.wait(), rest)
-            keys.release()
+        try:
+            with keys.coming(), part("gather_backward[home]"):
+                shares = block(key, value, first)
+            if exchange is not None:
+                exchange.finish()
+            with part("gather_backward[gathered]"):
+                of_others = block(*keys.wait(), rest)
+                keys.release()
+        except BaseException:
+            if sums is not None:
+                sums.give_up()
+            raise
         del keys
         if sums is not None:
             sums.start(of_others)

@@ -105,9 +105,11 @@ class PushedKeys:
             piece for x in rows_for(self._tensors) for piece in x.tensor_split(rooms.pieces, dim=1)
         ]
         self._box.open()
-        yield
-        sources = [pieces[index] for index in rooms.sources]
-        self._box.push(rooms.targets, sources, ready_at_open=True)
+        try:
+            yield
+        finally:  # also after an error, or flags stay raised for the next call to stumble over
+            sources = [pieces[index] for index in rooms.sources]
+            self._box.push(rooms.targets, sources, ready_at_open=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredKeys.wait`."""

@@ -32,16 +32,25 @@ class KeyShares:
         self._geometry, self._plan = geometry, _plan_of(geometry, ring.rank)
         # Elements of one position; none where nothing is computed.
         self._row = self._pair.numel(1) if key.numel() and value.numel() else 0
+        self._is_open = False
         self._box = ring.mailbox("gradients", self._plan.largest * self._row * dtype.itemsize)
 
     def open(self) -> None:
         """Let the others know that their shares can come; the earlier, the less they wait."""
         if self._box is not None:
             self._box.open()
+            self._is_open = True
+
+    def give_up(self) -> None:
+        """After an error of all ranks alike, leave no flag for the next call to stumble over."""
+        if self._box is not None and self._is_open:
+            self._box.push([], [])
+            self._box.wait()
 
     def start(self, shares: list[KeyShare]) -> None:
         """Start sending the shares of the tiles of gathered keys, in their order."""
-        plan = self._plan if shares else _NOTHING
+        plan = self._plan if shares and self._row else _NOTHING
+        self._is_open = False
         self._own = [_part(shares, parcel) for parcel in plan.own]
         if self._box is None:
             self._send_in_one_message(shares)
@@ -49,7 +58,7 @@ class KeyShares:
         targets, self._arrived = self._places(self._box)
         parts = [_part(shares, parcel) for _, _, parcel in plan.outgoing]
         sources = rows_for(x for part in parts for x in (part.dk, part.dv))
-        self._box.push(targets if shares else [], sources)
+        self._box.push(targets if sources else [], sources)
 
     def _send_in_one_message(self, shares: list[KeyShare]) -> None:
         pair, plan = self._pair, self._plan
@@ -59,7 +68,7 @@ class KeyShares:
         )  # fmt: skip
         at = 0
         # In the order of the owners, whichever is the nearest.
-        for _, _, parcel in sorted(plan.outgoing) if shares else ():
+        for _, _, parcel in sorted(plan.outgoing) if shares and self._row else ():
             part, numel = _part(shares, parcel), pair.numel(parcel.length)
             pair.pack(part.dk, part.dv, send[at : at + numel])
             at += numel
@@ -88,7 +97,7 @@ class KeyShares:
         if found is None:
             box.forget_many()
             targets = []
-            for owner, at, parcel in plan.outgoing:
+            for owner, at, parcel in plan.outgoing if self._row else ():
                 offset = at * self._row * pair.dtype.itemsize
                 room = box.at(owner, offset, pair.numel(parcel.length), pair.dtype)
                 targets += [view.transpose(1, 2) for view in pair.views(room, parcel.length)]

@@ -60,13 +60,15 @@ class PushedShards(_Hops):
         going = [reader] if not last and self.sees(reader, self.rank) else []
         if going or coming:
             self.box.open(coming)
-        yield
-        if going or coming:
-            own = self.geometry.key_length(self.rank)
-            targets = [x.transpose(1, 2) for x in self._room(reader, own)] if going else []
-            sources = self._own if going else []
-            self.box.push(targets, sources, going, coming, ready_at_open=True)
-            self.box.wait()
+        try:
+            yield
+        finally:  # also after an error, or flags stay raised for the next call to stumble over
+            if going or coming:
+                own = self.geometry.key_length(self.rank)
+                targets = [x.transpose(1, 2) for x in self._room(reader, own)] if going else []
+                sources = self._own if going else []
+                self.box.push(targets, sources, going, coming, ready_at_open=True)
+                self.box.wait()
         if coming:
             self.key, self.value = self._room(self.rank, self.geometry.key_length(owner))
         if last:
@@ -116,12 +118,24 @@ class ReturnedShares(_Hops):
             (start, length), sent = self._one(shares, owner)
             targets = [x.transpose(1, 2) for x in self._room(owner, hop, length)]
             sources = rows_for(sent)
+        self._opened = None
         self.box.push(targets, sources, going, coming)
         if coming:
             start, length = self._window(reader, self.rank)
             self._arrived = (*self._room(self.rank, hop, length), start)
         self._wait = True
         self._open(hop + 1)
+
+    def give_up(self) -> None:
+        """After an error of all ranks alike, leave no flag for the next call to stumble over."""
+        hop = self._opened
+        if hop is None or hop >= self.world_size:
+            return
+        owner, reader = self.before(hop), self.after(hop)
+        going = [owner] if self._places(self.rank, owner) else []
+        coming = [reader] if self._places(reader, self.rank) else []
+        self.box.push([], [], going, coming)
+        self.box.wait()
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, in their dtype, token-major."""
@@ -134,6 +148,7 @@ class ReturnedShares(_Hops):
         )
 
     _wait = False
+    _opened: int | None = None  # the hop at which this rank's room is written next
 
     def _collect(self) -> None:
         if self._wait:
@@ -160,14 +175,17 @@ class ReturnedShares(_Hops):
     def _open(self, hop: int) -> None:
         """Let the rank that sends at a hop write where that hop's share goes: what was there has
         been added before."""
+        self._opened = hop
         if hop < self.world_size and self._places(self.after(hop), self.rank):
             self.box.open([self.after(hop)])
 
     def _places(self, rank: int, owner: int):
         """The tiles of whose gradients ``rank`` sends ``owner`` the sum."""
-        if not self._key.numel() or not self._value.numel():
+        key, value = self._key, self._value
+        # Of all ranks alike: this one may own no key and have gradients of others'.
+        if 0 in (*key.shape[:2], key.size(3), value.size(3)):
             return ()
-        rows = self._key.size(0)
+        rows = key.size(0)
         return self.geometry.tiles_of(rank, owner, self._job.batch_start, rows)
 
     def _window(self, rank: int, owner: int) -> tuple[int, int]:

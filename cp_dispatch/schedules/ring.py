@@ -77,16 +77,21 @@ def backward(
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
     keys = _keys(key, value, job)
     travelling = _key_gradient(key, value, job) if key_grad else None
-    for tiles in each_hop("ring_backward", hops):
-        with keys.moving_on():
-            shares = backward_block(
-                job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
-                query_grad, grad_mask,
-            )  # fmt: skip
+    try:
+        for tiles in each_hop("ring_backward", hops):
+            with keys.moving_on():
+                shares = backward_block(
+                    job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
+                    query_grad, grad_mask,
+                )  # fmt: skip
+                if travelling is not None:
+                    travelling.add(shares)
             if travelling is not None:
-                travelling.add(shares)
+                travelling.pass_on()
+    except BaseException:
         if travelling is not None:
-            travelling.pass_on()
+            travelling.give_up()
+        raise
     dk, dv = travelling.finish() if travelling is not None else (None, None)
     return query_grad.finish(), dk, dv, grad_mask
 

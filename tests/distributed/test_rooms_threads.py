@@ -5,12 +5,15 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the r
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_dispatch
 from cp_dispatch import HeadTail
+from cp_dispatch.backends.cpu_flash import CpuFlash
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
@@ -124,3 +127,58 @@ def test_gather_moves_what_is_needed(rooms):
 def test_gather_of_all_moves_all(rooms):
     found = sent(rooms, "gather", causal=False)
     assert found == {"keys": [6.0] * 4, "gradients": [3.0] * 4}
+
+
+@pytest.mark.parametrize("schedule", ["gather", "natural_ring"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule):
+    """As running out of memory does, in the middle of a call; the next one is right."""
+    problem = Problem(heads=2, length=64, dim=16, causal=schedule == "natural_ring")
+    tensors, method = problem.tensors(), getattr(CpuFlash, where)
+    failing = threading.Event()
+
+    def fail(*args, **kwargs):
+        if failing.is_set():
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, where, fail)
+    barrier = threading.Barrier(4)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        with cp_dispatch.enabled(schedule=schedule):
+            for _ in range(2):
+                barrier.wait()
+                failing.set()
+                barrier.wait()
+                with pytest.raises(torch.OutOfMemoryError):
+                    run_sharded(problem, tensors, mesh)
+                barrier.wait()
+                failing.clear()
+                rooms.assert_all_is_quiet()
+            barrier.wait()
+            check(run_sharded(problem, tensors, mesh), exact(problem, tensors),
+                  one_device(problem, tensors, "cpu_flash"))  # fmt: skip
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather"])
+def test_ranks_without_keys(rooms, schedule):
+    """A rank that owns no key has gradients of others'."""
+    problem = Problem(heads=2, length=18, key_length=4, dim=16)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        with cp_dispatch.enabled(schedule=schedule):
+            check(run_sharded(problem, tensors, mesh), want, alone, floors=floors, few=few)
+
+    with only("math"):
+        run_threads(3, rank_body)
+    rooms.assert_all_is_quiet()
