@@ -193,7 +193,8 @@ def steps(problem: Problem, inputs, grad, call):
 
 
 def _mailbox_bytes() -> int:
-    """What mailboxes hold beside torch's statistics, while this project is the one that runs."""
+    """What mailboxes hold beside torch's statistics, while this project is the one that runs: all
+    of them, also those that only what ran before needs."""
     return mailbox.held_bytes() if cp_dispatch.is_enabled() else 0
 
 

@@ -4,7 +4,7 @@ Every owner puts its keys where the rank that needs them at the next hop compute
 its own tensors, and every rank puts its share of dK and dV where their owner adds it up. So nothing
 is passed on, hops wait for no chain, what nobody needs does not move, and shares travel in the
 kernels' dtype: at hop h rank r computes with the keys of rank r - h, as in the ring that passes
-them on, and holds as much, two key/value shards and two of their gradients.
+them on. Rooms hold two key/value shards and two of their gradients; the sum is wide, beside them.
 """
 
 from __future__ import annotations

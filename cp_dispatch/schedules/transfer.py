@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Transfer(NamedTuple):
     """One collective of a rank: its name, what it carries, and the bytes that the rank sends
-    (all_to_all) or contributes (all_gather, all_reduce, reduce_scatter)."""
+    (all_to_all) or contributes (all_gather, all_reduce)."""
 
     collective: str
     what: str

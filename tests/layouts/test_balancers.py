@@ -36,7 +36,7 @@ def block_balancers(draw, near=None):
     count = world_size * draw(st.integers(1, 6))
     number = st.one_of(st.integers(0, 50), st.floats(0, 1e6))
     rows = draw(st.lists(st.lists(number, min_size=count, max_size=count), min_size=1, max_size=3))
-    return BlockBalanced(rows, world_size, draw(st.integers(1, 4)), bool(near) and draw(near))
+    return BlockBalanced(rows, world_size, draw(st.integers(1, 4)), near is not None and draw(near))
 
 
 any_balancers = st.one_of(
