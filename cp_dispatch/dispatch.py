@@ -126,7 +126,13 @@ def _guard_shards(plan: Plan, call: Call) -> None:
         shard = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if plan.layout is not None:
             int(shard.shape[2])
-        elif plan.schedule in ("mirrored_ring", "gather", "mirrored_gather", "hybrid"):
+        elif plan.schedule in (
+            "mirrored_ring",
+            "gather",
+            "mirrored_gather",
+            "one_call",
+            "hybrid",
+        ):
             # As many rows on every rank, and halves.
             bool(shard.shape[2] * plan.world_size == tensor.shape[2])
             bool(shard.shape[2] % 2 == 0)

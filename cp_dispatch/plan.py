@@ -56,10 +56,11 @@ class Plan:
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
             order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
-            all keys in one buffer; ``"ulysses"``, heads by all-to-all, and ``"hybrid"``, among
-            ``head_ranks`` consecutive ranks and with the schedule ``across`` among these groups;
-            ``"replicated_keys"`` or ``"replicated_queries"`` where no key needs to move;
-            ``"local"`` if the sequence is not sharded.
+            all keys in one buffer; ``"one_call"``, all keys for one kernel call; ``"ulysses"``,
+            heads by all-to-all, and ``"hybrid"``, among ``head_ranks`` consecutive ranks and with
+            the schedule ``across`` among these groups; ``"replicated_keys"`` or
+            ``"replicated_queries"`` where no key needs to move; ``"local"`` if the sequence is not
+            sharded.
         layout: in which order the shards lie, None for natural order.
         mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
         mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
@@ -106,7 +107,7 @@ class Plan:
     @property
     def can_choose(self) -> bool:
         """Whether query and key are sharded alike, so that there are several schedules."""
-        return self.schedule in (*RINGS, *GATHERS, "ulysses", "hybrid")
+        return self.schedule in (*RINGS, *GATHERS, "one_call", "ulysses", "hybrid")
 
     @property
     def op_schedule(self) -> str:
@@ -300,7 +301,8 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
         return plan
     device = local.device_type
     return choose(
-        plan, options.schedule, device, call.attn_mask is not None, _own_rows(call, plan),
+        plan, options.schedule, device, call.attn_mask is not None or call.dropout_p > 0,
+        _own_rows(call, plan),
         constants_here(device), local.needs_grad,
     )  # fmt: skip
 
@@ -392,7 +394,7 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
     four = four_dims(without_causal_bias(call))
     plan = _in_words(make_plan(current_options(), four), four)
-    if plan.handler == "cp_dispatch" and four.attn_mask is None:
+    if plan.handler == "cp_dispatch" and four.attn_mask is None and not four.dropout_p:
         plan = with_predictions(plan, query.device_mesh.device_type, False)
     if plan.handler == "cp_dispatch":
         moved = carrier(query, plan.schedule, plan.mesh_dims)

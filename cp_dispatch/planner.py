@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
 # What "auto" chooses from; of what is as fast, the first.
-WISHES = ("ring", "gather", "ulysses", "hybrid")
+WISHES = ("ring", "gather", "one_call", "ulysses", "hybrid")
 
 
 def constants_here(device_type: str) -> Constants | None:

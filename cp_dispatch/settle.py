@@ -7,6 +7,8 @@
 - A ring of W hops has as many kernels, merges and waits as hops, each with a fixed cost; a gather
   has three kernels, but room for all keys and, in the backward, for their gradients, and for
   whatever a kernel holds of scores or masks.
+- Where shards are so short that launches take longer than kernels, all keys are gathered for one
+  kernel call on each rank, balanced or not.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cp_dispatch.backends import BACKENDS
 from cp_dispatch.options import head_ranks
-from cp_dispatch.schedules import gather, mirror
+from cp_dispatch.schedules import gather, mirror, prefix_plan
 from cp_dispatch.schedules.head_shares import are_alike
 
 if TYPE_CHECKING:
@@ -62,7 +65,11 @@ def settle(
         return _by_heads(plan, ranks, device_type, own_rows)
     if wish == "gather":
         return _gathered(plan)
+    if wish == "one_call":
+        return _in_one_call(plan, masked, device_type)
     if wish == "auto" and not masked and _gather_is_affordable(plan, device_type):
+        if _is_short(plan, device_type):
+            return _in_one_call(plan, masked, device_type)
         found = _gathered(plan)
         if found.schedule != "ring":
             return found
@@ -78,6 +85,38 @@ def _gathered(plan: Plan) -> Plan:
         return _with(plan, "all keys are gathered: few large kernels", "gather")
     reason = "not gathered: the ranks' spans of keys are not alike in number and length"
     return _with(plan, reason)
+
+
+def _in_one_call(plan: Plan, masked: bool, device_type: str) -> Plan:
+    against = prefix_plan.reasons_against(plan.geometry, BACKENDS[plan.backend])
+    if masked:
+        against.insert(0, "it has a mask or dropout")
+    if against:
+        return _balanced(_with(plan, f"not in one call: {'; '.join(against)}"), "ring", device_type)
+    return _with(plan, "all keys are gathered for one kernel call on each rank", "one_call")
+
+
+def _is_short(plan: Plan, device_type: str) -> bool:
+    """Whether one call pays: work that is not balanced and bytes that nothing hides, against calls
+    that the host would have to make."""
+    ranks = range(plan.world_size)
+    if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
+        return False
+    if prefix_plan.reasons_against(plan.geometry, BACKENDS[plan.backend]):
+        return False
+    costs = COSTS[device_type]
+    query, key, _ = plan.shards
+    # Of one query with one key, and what a balanced rank computes.
+    pair = _block_seconds(plan, device_type) / (query[2] * key[2])
+    pairs = [prefix_plan.pairs_of(plan.geometry, rank) for rank in ranks]
+    unbalanced = (max(pairs) - sum(pairs) / len(pairs)) * pair
+    exposed = max(prefix_plan.keys_of(plan.geometry, rank) for rank in ranks) * plan.key_row_bytes
+    others = _MIRRORED_CALLS if plan.is_causal and plan.layout is None else _GATHER_CALLS
+    return unbalanced + exposed / costs.bandwidth <= (others - _ONE_CALLS) * costs.latency
+
+
+# Exchanges, kernels and merges that a forward is made of.
+_ONE_CALLS, _GATHER_CALLS, _MIRRORED_CALLS = 2, 4, 8
 
 
 # GPUs of a node, whose links an all-to-all wants; what connects nodes carries a ring's keys.

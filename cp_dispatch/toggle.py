@@ -59,7 +59,8 @@ def enable(schedule: str = "auto", layout=None) -> None:
         schedule: ``"ring"``: keys travel; causal work in natural order is balanced by exchanging
             half-shards with the mirror rank where that pays (``"natural_ring"``: never,
             ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
-            every rank, where their shards are alike, else a ring. ``"ulysses"``: heads by
+            every rank, where their shards are alike, else a ring. ``"one_call"``: the same for one
+            kernel call on each rank, for short shards; else a ring. ``"ulysses"``: heads by
             all-to-all, with at least as many query heads as ranks and no mask that differs by row,
             else a ring. ``"hybrid"``: heads among the ranks of the last mesh dim that shares the
             sequence, or of a part of the only one (``"hybrid:4"``: of 4 consecutive ranks), and a

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import reaches_peers
 
-_PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "ulysses")
+_PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "one_call", "ulysses")
 
 
 def carrier(query: DTensor, schedule: str | None, mesh_dims: tuple[int, ...]) -> str | None:

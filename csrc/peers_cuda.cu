@@ -1,6 +1,10 @@
 // Copies to other GPUs and flags between streams of several GPUs, by copy engines and the streams
-// themselves: no kernel, so that attention keeps every SM. See cp_dispatch/schedules/mailbox.py.
+// themselves: no kernel, so that attention keeps every SM. Many short copies are one kernel all the
+// same, for each costs the host as much as a launch. See cp_dispatch/schedules/mailbox.py.
 #include <cuda.h>
+
+#include <algorithm>
+#include <vector>
 
 #include "cuda_launch.h"
 #include "rows.h"
@@ -24,27 +28,41 @@ BatchMemOp batch_mem_op() {
   return function;
 }
 
-// Raises flags (puts 1 there) or takes them (waits for 1, puts 0 there), in the stream's order.
-void batch(cudaStream_t stream, const std::vector<int64_t>& flags, bool take) {
-  constexpr size_t kMost = 64;  // the driver takes 256 operations at a time
-  CUstreamBatchMemOpParams params[2 * kMost];
-  for (size_t i = 0; i < flags.size(); i += kMost) {
-    unsigned int count = 0;
-    for (size_t j = i; j < std::min(flags.size(), i + kMost); ++j) {
-      const auto address = static_cast<CUdeviceptr>(flags[j]);
-      if (take) {
-        params[count] = {};
-        params[count++].waitValue = {CU_STREAM_MEM_OP_WAIT_VALUE_32, address, {1},
-                                     CU_STREAM_WAIT_VALUE_EQ, 0};
-      }
-      params[count] = {};
-      params[count++].writeValue = {CU_STREAM_MEM_OP_WRITE_VALUE_32, address,
-                                    {take ? 0u : 1u}, CU_STREAM_WRITE_VALUE_DEFAULT, 0};
-    }
-    const CUresult result = batch_mem_op()(stream, count, params, 0);
-    STD_TORCH_CHECK(result == CUDA_SUCCESS, "cuStreamBatchMemOp failed with ", int(result));
+// Operations on flags, which a stream does one after the other.
+class Flags {
+ public:
+  // Puts 1 in each flag.
+  void raise(const std::vector<int64_t>& flags) {
+    for (const int64_t flag : flags) write(flag, 1);
   }
-}
+  // Waits until each flag is 1 and puts 0 there.
+  void take(const std::vector<int64_t>& flags) {
+    for (const int64_t flag : flags) {
+      CUstreamBatchMemOpParams wait{};
+      wait.waitValue = {CU_STREAM_MEM_OP_WAIT_VALUE_32, static_cast<CUdeviceptr>(flag), {1},
+                        CU_STREAM_WAIT_VALUE_EQ, 0};
+      params_.push_back(wait);
+      write(flag, 0);
+    }
+  }
+  void enqueue(cudaStream_t stream) {
+    constexpr size_t kMost = 128;  // the driver takes 256 at a time
+    for (size_t i = 0; i < params_.size(); i += kMost) {
+      const auto count = static_cast<unsigned int>(std::min(params_.size() - i, kMost));
+      const CUresult result = batch_mem_op()(stream, count, params_.data() + i, 0);
+      STD_TORCH_CHECK(result == CUDA_SUCCESS, "cuStreamBatchMemOp failed with ", int(result));
+    }
+  }
+
+ private:
+  void write(int64_t flag, cuuint32_t value) {
+    CUstreamBatchMemOpParams op{};
+    op.writeValue = {CU_STREAM_MEM_OP_WRITE_VALUE_32, static_cast<CUdeviceptr>(flag), {value},
+                     CU_STREAM_WRITE_VALUE_DEFAULT, 0};
+    params_.push_back(op);
+  }
+  std::vector<CUstreamBatchMemOpParams> params_;
+};
 
 void check(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "CUDA: ", cudaGetErrorString(error));
@@ -101,6 +119,46 @@ void copy(const Slab& x, cudaStream_t stream) {
                                   cudaMemcpyDeviceToDevice, stream));
 }
 
+constexpr int kMaxSlabs = 64;  // as many as fit in a kernel's arguments
+constexpr int64_t kShort = 64 * 1024;
+
+struct Slabs {
+  Slab slabs[kMaxSlabs];
+};
+
+// A slab for each row of blocks, 16 bytes for each thread at a time.
+__global__ void __launch_bounds__(256) copy_kernel(const __grid_constant__ Slabs all) {
+  const Slab& x = all.slabs[blockIdx.y];
+  const int64_t units = x.bytes / 16;
+  for (int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x; i < x.rows * units;
+       i += int64_t{gridDim.x} * 256) {
+    const int64_t row = i / units, at = (i - row * units) * 16;
+    *reinterpret_cast<int4*>(static_cast<char*>(x.target) + row * x.into + at) =
+        *reinterpret_cast<const int4*>(static_cast<const char*>(x.source) + row * x.from + at);
+  }
+}
+
+bool is_short(const Slab& x) {
+  const auto places = reinterpret_cast<uintptr_t>(x.target) |
+                      reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
+                      static_cast<uintptr_t>(x.from) | static_cast<uintptr_t>(x.bytes);
+  return places % 16 == 0 && x.rows * x.bytes <= kShort;
+}
+
+void copy_all(const std::vector<Slab>& slabs, cudaStream_t stream) {
+  if (slabs.size() < 3 || !std::all_of(slabs.begin(), slabs.end(), is_short)) {
+    for (const Slab& slab : slabs) copy(slab, stream);
+    return;
+  }
+  for (size_t i = 0; i < slabs.size(); i += kMaxSlabs) {
+    const size_t count = std::min<size_t>(slabs.size() - i, kMaxSlabs);
+    Slabs some{};
+    std::copy_n(slabs.begin() + static_cast<std::ptrdiff_t>(i), count, some.slabs);
+    copy_kernel<<<dim3(4, static_cast<uint32_t>(count)), 256, 0, stream>>>(some);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
+
 // See cp_dispatch/schedules/mailbox.py for what these do. `here` is any tensor of this GPU,
 // `stream` the handle of the one that carries the copies; flags are addresses of int32.
 cudaStream_t handle(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
@@ -108,22 +166,29 @@ cudaStream_t handle(int64_t stream) { return reinterpret_cast<cudaStream_t>(stre
 void raise_flags(const Tensor here, std::vector<int64_t> flags, int64_t stream) {
   const Launch launch(here.get_device_index());
   wait_for(handle(stream), launch.stream());
-  batch(handle(stream), flags, false);
+  Flags raised;
+  raised.raise(flags);
+  raised.enqueue(handle(stream));
 }
 
 void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const Tensor here,
-                std::vector<int64_t> take_first, std::vector<int64_t> raise_then,
-                std::vector<int64_t> take_last, int64_t stream, bool side_waits) {
+                std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
+                std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
+                bool side_waits) {
   STD_TORCH_CHECK(targets.size() == sources.size(), "as many targets as sources");
   std::vector<Slab> slabs;
   slabs.reserve(targets.size());
   for (size_t i = 0; i < targets.size(); ++i) slabs.push_back(slab_of(targets[i], sources[i]));
   const Launch launch(here.get_device_index());
   if (side_waits) wait_for(handle(stream), launch.stream());
-  batch(handle(stream), take_first, true);
-  for (const Slab& slab : slabs) copy(slab, handle(stream));
-  batch(handle(stream), raise_then, false);
-  batch(handle(stream), take_last, true);
+  Flags before, after;
+  before.raise(raise_first);
+  before.take(take_first);
+  before.enqueue(handle(stream));
+  copy_all(slabs, handle(stream));
+  after.raise(raise_then);
+  after.take(take_last);
+  after.enqueue(handle(stream));
 }
 
 void join_streams(const Tensor here, int64_t stream, bool side_waits) {

@@ -102,7 +102,7 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=131072, layout=HeadTail(524288, 4)), "ring"),
     (ring(tokens=8192, causal=False), "gather"),
     (ring(tokens=131072, causal=False), "ring"),
-    (ring(tokens=512, heads=(1, 1)), "mirrored_gather"),
+    (ring(tokens=512, heads=(1, 1)), "one_call"),
 ])  # fmt: skip
 def test_auto_on_cuda_gathers_while_the_keys_are_few_enough(plan, schedule):
     assert settle(plan, "auto", "cuda").schedule == schedule

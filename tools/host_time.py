@@ -121,6 +121,9 @@ def candidates(args, world_size: int):
             if schedule == "gather" or order is not None:
                 name = f"cp_dispatch {schedule}" + (", head-tail" if order is not None else "")
                 yield name, cp_dispatch.enabled(schedule=schedule, layout=order)
+    for order in (None, layout):
+        name = "cp_dispatch auto" + (", head-tail" if order is not None else "")
+        yield name, cp_dispatch.enabled(layout=order)
     yield "cp_dispatch ring, mirrored", cp_dispatch.enabled(schedule="mirrored_ring")
     for rotate in ("allgather", "alltoall"):
         yield f"torch cp {rotate}", torchs(rotate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ class Backend:
     mask_gradient: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
+    #: Whether it has :meth:`prefix_forward`: a causal mask that ends at the bottom right.
+    takes_prefixes: ClassVar[bool] = False
     #: The most rows of the batch, and the most heads, of one kernel call: sizes of a CUDA grid.
     largest_grid: ClassVar[int | None] = None
 
@@ -114,6 +117,36 @@ class Backend:
         )
         dbias = rest[0] if mask_grad else None
         return dq, sum_heads(dk, groups), sum_heads(dv, groups), dbias
+
+    def prefix_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prefixes: Sequence[tuple[int, int]],
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp of runs of rows, each with keys of its own.
+
+        ``prefixes`` has ``(rows, keys)`` of each run; rows of the query and keys of the runs follow
+        each other. A run's causal mask ends at the bottom right: its last row sees all its keys.
+        Only where ``takes_prefixes``.
+        """
+        raise NotImplementedError
+
+    def prefix_backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        prefixes: Sequence[tuple[int, int]],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of :meth:`prefix_forward`."""
+        raise NotImplementedError
 
     def _parts(self, query: Tensor, key: Tensor) -> list[_Part] | None:
         """How to cut a call that is larger than a grid: along the batch, then along the heads."""

@@ -1,6 +1,11 @@
 """FlashAttention-2 as torch ships it, on CUDA."""
 
+import functools
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.base import CUDA_GRID, Backend
@@ -14,6 +19,7 @@ class Flash(Backend):
     devices = ("cuda",)
     largest_grid = CUDA_GRID
     head_dim_multiple = 8
+    takes_prefixes = True
 
     def _forward(self, query, key, value, bias, causal, scale):
         out = aten._scaled_dot_product_flash_attention(
@@ -29,3 +35,73 @@ class Flash(Backend):
             None, None, query.size(2), key.size(2), 0.0, causal, unused, unused[0],
             scale=scale,
         )  # fmt: skip
+
+    # With as many queries as keys or not, a causal mask of this kernel ends at the bottom right.
+
+    def prefix_forward(self, query, key, value, prefixes, scale):
+        if len(prefixes) == 1:
+            return self.forward(query, key, value, None, True, scale)
+        batch, heads, length, _ = query.shape
+        if batch * len(prefixes) > CUDA_GRID or heads > CUDA_GRID:
+            results = [
+                self.forward(q, k, v, None, True, scale)
+                for q, k, v in _runs(prefixes, (query,), (key, value))
+            ]
+            return tuple(torch.cat(x, 2) for x in zip(*results, strict=True))
+        out, lse, *_ = aten._flash_attention_forward(
+            *map(_packed, (query, key, value)), *_lengths(batch, prefixes, query.device),
+            0.0, True, False, scale=scale,
+        )  # fmt: skip
+        out = out.view(batch, length, heads, -1).transpose(1, 2)
+        return out, lse.view(heads, batch, length).transpose(0, 1)
+
+    def prefix_backward(
+        self, grad_output, query, key, value, output, logsumexp, prefixes, scale
+    ):  # fmt: skip
+        tensors = grad_output, query, key, value, output, logsumexp
+        if len(prefixes) == 1:
+            return self.backward(*tensors, None, True, scale)[:3]
+        batch, heads, length, _ = query.shape
+        if batch * len(prefixes) > CUDA_GRID or heads > CUDA_GRID:
+            of_rows = grad_output, query, output, logsumexp
+            results = [
+                self.backward(go, q, k, v, out, lse, None, True, scale)[:3]
+                for go, q, out, lse, k, v in _runs(prefixes, of_rows, (key, value))
+            ]
+            return tuple(torch.cat(x, 2) for x in zip(*results, strict=True))
+        *packed, lse = *map(_packed, tensors[:5]), logsumexp.transpose(0, 1).reshape(heads, -1)
+        unused = query.new_empty(2, dtype=torch.uint64)
+        grads = aten._flash_attention_backward(
+            *packed, lse, *_lengths(batch, prefixes, query.device), 0.0, True, unused, unused[0],
+            scale=scale,
+        )  # fmt: skip
+        return tuple(
+            grad.view(batch, like.size(2), *grad.shape[1:]).transpose(1, 2)
+            for grad, like in zip(grads, (query, key, value), strict=True)
+        )
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """``(B * S, H, D)``, as the kernel takes sequences of several lengths."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _lengths(batch: int, prefixes: Sequence[tuple[int, int]], device: torch.device):
+    """Where sequences of queries and keys start, and the longest of each."""
+    rows, keys = ([x[i] for x in prefixes] * batch for i in (0, 1))
+    starts = (
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in (rows, keys)
+    )
+    return *starts, max(rows), max(keys)
+
+
+def _runs(prefixes, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]):
+    """Each run's part of the tensors."""
+    row = start = 0
+    for rows, keys in prefixes:
+        yield (
+            *(x.narrow(2, row, rows) for x in of_rows),
+            *(x.narrow(2, start, keys) for x in of_keys),
+        )
+        row, start = row + rows, start + keys

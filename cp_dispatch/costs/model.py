@@ -15,6 +15,7 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.costs.constants import Constants
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.gather_plan import plan_of
+from cp_dispatch.schedules.prefix_plan import prefixes_of
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
@@ -198,6 +199,25 @@ def _gather(model: _Model, rank: int) -> float:
     return parts + model.merges(own + rest, True) + model.copy(sums)
 
 
+def _one_call(model: _Model, rank: int) -> float:
+    plan, geometry = model.plan, model.plan.geometry
+    ranks = plan.world_size
+    prefixes = prefixes_of(geometry, rank)
+    coming = sum(prefix.keys for prefix in prefixes) * model.key_row * (ranks - 1) / ranks
+    total = model.push(coming, "all_gather")
+    for rows, keys in prefixes:
+        # The rows' own keys under the diagonal, and all before them.
+        if not geometry.causal:
+            total += model.kernel(rows, keys, False)
+            continue
+        total += model.kernel(rows, rows, True)
+        total += model.kernel(rows, keys - rows, False) if keys > rows else 0.0
+    if model.backward:
+        sums = coming / plan.dtype.itemsize * plan.gradient_itemsize
+        total += model.push(sums, "all_to_all") + model.copy(sums)
+    return total
+
+
 def _mirrored_gather(model: _Model, rank: int) -> float:
     there = model.query_row + (2 * model.output_row if model.backward else 0)
     back = model.query_row if model.backward else model.output_row
@@ -259,6 +279,7 @@ _PHASES = {
     "ring": _ring,
     "mirrored_ring": _mirrored_ring,
     "gather": _gather,
+    "one_call": _one_call,
     "mirrored_gather": _mirrored_gather,
     "ulysses": _heads,
     "hybrid": _heads,

@@ -7,7 +7,7 @@ To add one, name it in ``SCHEDULES``; unless it is for particular placements, na
 ``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
 """
 
-from cp_dispatch.schedules import mirrored_ring, ring
+from cp_dispatch.schedules import mirrored_ring, one_call, ring
 from cp_dispatch.schedules.gather import Gather, MirroredGather
 from cp_dispatch.schedules.heads import Heads
 from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
@@ -30,12 +30,13 @@ SCHEDULES = _Schedules(
         "mirrored_ring": mirrored_ring,
         "gather": Gather,
         "mirrored_gather": MirroredGather,
+        "one_call": one_call,
         "ulysses": Heads(),
         "replicated_keys": ReplicatedKeys,
         "replicated_queries": ReplicatedQueries,
     }
 )
 # "natural_ring" is "ring" that is never mirrored; "gather" is mirrored where it must be.
-CHOICES = ("ring", "natural_ring", "mirrored_ring", "gather", "ulysses", "hybrid")
+CHOICES = ("ring", "natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hybrid")
 
 __all__ = ["CHOICES", "SCHEDULES"]

@@ -187,8 +187,10 @@ class _Team:
         self.key_grad_dtype = head_costs.key_grad_dtype(self._stages[0], key_heads, key.dtype)
         # A kernel would round a rank's share of a head's gradient, of which there are several, once
         # more than on one device: it gets every query head its own key head, to be added up wide.
-        self.repeats_keys = everyone and self.key_grad_dtype is not job.backend.gradient_dtype(
-            key.dtype
+        self.repeats_keys = (
+            everyone
+            and head_costs.are_shared(self._stages[0], key_heads)
+            and job.backend.gradient_dtype(key.dtype) is not self.key_grad_dtype
         )
         # The sequence of the groups, and this rank's place in it.
         self.schedule, across = alone, None

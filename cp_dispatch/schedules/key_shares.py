@@ -24,12 +24,18 @@ from cp_dispatch.schedules.pair import Pair
 
 
 class KeyShares:
-    """Shares of dK and dV, to every owner of keys and from every rank."""
+    """Shares of dK and dV, to every owner of keys and from every rank.
 
-    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype):
+    ``parcels(geometry, rank, owner)`` tells which gradients a rank computes for an owner.
+    """
+
+    def __init__(
+        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype, parcels=parcels_of
+    ):
         self._key, self._value, self._ring = key, value, ring
         self._pair = Pair(key, value, dtype)
-        self._geometry, self._plan = geometry, _plan_of(geometry, ring.rank)
+        self._place = geometry, parcels
+        self._plan = _plan_of(geometry, ring.rank, parcels)
         # Elements of one position; none where nothing is computed.
         self._row = self._pair.numel(1) if key.numel() and value.numel() else 0
         self._is_open = False
@@ -92,7 +98,7 @@ class KeyShares:
     def _places(self, box: Mailbox) -> tuple[list[Tensor], list[KeyShare]]:
         """Where shares go, token-major, and those that come."""
         pair, plan = self._pair, self._plan
-        place = self._geometry, self._key.shape, self._value.shape, pair.dtype
+        place = *self._place, self._key.shape, self._value.shape, pair.dtype
         found = box.views.get(place)
         if found is None:
             box.forget_many()
@@ -132,7 +138,7 @@ _NOTHING = _Plan((), (), (), (), (), 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _plan_of(geometry: Geometry, rank: int) -> _Plan:
+def _plan_of(geometry: Geometry, rank: int, parcels_of) -> _Plan:
     ranks = range(geometry.world_size)
 
     def positions(sender: int, owner: int) -> int:

@@ -44,11 +44,11 @@ library = torch.library.Library("cp_dispatch", "FRAGMENT")
 for _schema in (
     # After what the current stream has queued, put 1 in each flag.
     "raise_flags(Tensor here, int[] flags, int stream) -> ()",
-    # If the side waits, after what the current stream has queued: wait until each of the first
-    # flags is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1 in
-    # the second flags, and take the third as the first.
-    "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] take_first,"
-    " int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
+    # If the side waits, after what the current stream has queued: put 1 in flags, wait until each
+    # of the next is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1
+    # in flags and take others.
+    "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
+    " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
     # Let the stream wait for the current one, or the other way round.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -123,11 +123,23 @@ class Mailbox:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
         _push_slabs(
-            targets, sources, self._own, _of(self._here[_FREE], peers),
+            targets, sources, self._own, (), _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
             not ready_at_open,
         )  # fmt: skip
         # Another stream reads memory that the current one would give away once it is freed.
+        self._reading = sources
+
+    def open_and_push(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """:meth:`open` and :meth:`push` with all peers, at little more than one's host cost."""
+        if torch.cuda.is_current_stream_capturing():
+            self.is_in_a_graph = True
+        peers = self._peers
+        _push_slabs(
+            targets, sources, self._own, _of(self._there[_FREE], peers),
+            _of(self._here[_FREE], peers), _of(self._there[_FULL], peers),
+            _of(self._here[_FULL], peers), self._stream, True,
+        )  # fmt: skip
         self._reading = sources
 
     def wait(self) -> None:

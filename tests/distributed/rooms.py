@@ -91,6 +91,10 @@ class Box:
         self._raise("full", peers)
         self._take("full", coming)
 
+    def open_and_push(self, targets, sources) -> None:
+        self.open()
+        self.push(targets, sources)
+
     def wait(self) -> None:
         pass
 

@@ -80,14 +80,15 @@ def compiled(
     with cp_dispatch.enabled(schedule=schedule, layout=layout):
         for seed in range(steps):
             torch.compiler.cudagraph_mark_step_begin()
-            tensors = Problem(**vars(problem) | {"seed": seed}).tensors(env.device)
+            this = Problem(**vars(problem) | {"seed": seed})  # its mask or bias is another, too
+            tensors = this.tensors(env.device)
             with torch._dynamo.config.patch(error_on_recompile=seed > 0):
                 got = run_sharded(
-                    problem, order(tensors, layout), env.mesh(), kernel=kernel, attend=attend
+                    this, order(tensors, layout), env.mesh(), kernel=kernel, attend=attend
                 )
             # The graph's memory is written again by the next step.
             got = [x if x is None else x.clone() for x in order(got, layout, back=True)]
-            judge(Problem(**vars(problem) | {"seed": seed}), tensors, got, kernel)
+            judge(this, tensors, got, kernel)
 
 
 def replayed(env: Env) -> None:
@@ -138,14 +139,17 @@ def captured(env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROB
         with torch.cuda.graph(graph):
             results = step()
     for seed in (1, 2, 3):
-        tensors = fresh(seed, env.device, problem)
+        this = Problem(**vars(problem) | {"seed": seed})
+        tensors = this.tensors(env.device)
         with torch.no_grad():
             for own, new in zip(static, order(tensors, layout), strict=True):
                 own.to_local().copy_(distribute(new, mesh, ROWS).to_local())
+            for own in masks:
+                own.copy_(this.attn_mask(env.device))
         graph.replay()
         torch.cuda.synchronize()
         got = order([x.detach().full_tensor() for x in results], layout, back=True)
-        judge(Problem(**vars(problem) | {"seed": seed}), tensors, got, kernel)
+        judge(this, tensors, got, kernel)
 
 
 def captured_dropout(env: Env) -> None:

@@ -349,10 +349,10 @@ def addresses(flags):
     return [flags.data_ptr() + 4 * i for i in range(flags.numel())]
 
 
-def push(targets, sources, stream, take=(), give=(), last=()):
+def push(targets, sources, stream, first=(), take=(), give=(), last=()):
     here = targets[0] if targets else torch.empty(1, device="cuda")
     torch.ops.cp_dispatch.push_slabs(
-        targets, sources, here, take, give, last, stream.cuda_stream, True
+        targets, sources, here, first, take, give, last, stream.cuda_stream, True
     )
 
 
@@ -371,20 +371,39 @@ def test_push_slabs():
         push([target], [source], stream)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("batch, dim", [(1, 16), (3, 16), (2, 5), (2, 0)])
+def test_many_short_slabs(batch, dim, dtype):
+    """One kernel where they start and end at multiples of 16 bytes, else copies; 100 are too many
+    for one launch."""
+    source = torch.randint(255, (batch, 400, dim), device="cuda").to(dtype)
+    target = torch.zeros(batch, 900, dim, device="cuda", dtype=dtype)
+    expected, stream = target.clone(), torch.cuda.Stream()
+    targets, sources = [], []
+    for i in range(100):
+        targets.append(target[:, 9 * i : 9 * i + 4])
+        sources.append(source[:, 4 * (99 - i) :][:, :4])
+        expected[:, 9 * i : 9 * i + 4] = sources[-1]
+    push(targets, sources, stream)
+    torch.ops.cp_dispatch.join_streams(target, stream.cuda_stream, False)
+    assert torch.equal(target, expected)
+
+
 def test_flags_order_streams():
     """A stream that takes a flag waits until another has raised it, and puts it back."""
-    flags = torch.zeros(100, dtype=torch.int32, device="cuda")
+    flags, more = torch.zeros(2, 150, dtype=torch.int32, device="cuda")
     x, seen = (torch.zeros(1, 2**20, device="cuda") for _ in range(2))
     waiting, raising, current = (torch.cuda.Stream() for _ in range(3))
     for step in range(1, 4):
         torch.cuda.synchronize()
-        push([seen], [x], waiting, take=addresses(flags))
+        push([seen], [x], waiting, first=addresses(more), take=addresses(flags))
         with torch.cuda.stream(current):
             torch.cuda._sleep(10_000_000)
             x.fill_(step)
             torch.ops.cp_dispatch.raise_flags(x, addresses(flags), raising.cuda_stream)
         torch.cuda.synchronize()
         assert bool((seen == step).all()) and not bool(flags.any())
+        assert bool((more == 1).all())  # raised before, and nobody has taken them
 
 
 def test_streams_join():

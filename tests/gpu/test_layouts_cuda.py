@@ -91,6 +91,10 @@ def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: 
     """The ranks of one host reach each other's memory, and NCCL gives the same."""
     problem = Problem(batch=2, heads=8, key_heads=2, length=1024, dim=64, causal=causal, dtype=BF16)
     tensors = problem.tensors(env.device)
+    with cp_dispatch.enabled(schedule=schedule), only(kernel):
+        inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in tensors[:3]]
+        plan = cp_dispatch.explain(*inputs, is_causal=causal, enable_gqa=True)
+    assert schedule in (plan.schedule, plan.schedule.removeprefix("mirrored_")), plan
     results = []
     for wanted in ("1", "0"):
         with pytest.MonkeyPatch.context() as patch:
@@ -117,8 +121,12 @@ CASES = {
     ),
 }
 for _kernel in KERNELS:
-    for _schedule in ("gather", "mirrored_ring"):
-        for _causal in (True, False) if _schedule == "gather" else (True,):
+    for _schedule, _ways in (
+        ("gather", (True, False)),
+        ("mirrored_ring", (True,)),
+        ("one_call", (True, False) if _kernel == "flash" else (False,)),
+    ):
+        for _causal in _ways:
             CASES[f"{_kernel} {_schedule} by copy engines and NCCL causal={_causal}"] = (
                 functools.partial(
                     with_and_without_copy_engines,
@@ -144,13 +152,16 @@ for _kernel in KERNELS:
                 ("mirrored_ring", True),
                 ("gather", True),
                 ("gather", False),
+                ("one_call", _kernel == "flash"),
             ):
                 CASES[f"{_kernel} {_schedule} {_name} causal={_causal}"] = functools.partial(
                     natural, schedule=_schedule, kernel=_kernel, causal=_causal, **_shape
                 )
-            CASES[f"{_kernel} gather head-tail {_name}"] = functools.partial(
-                laid_out, kernel=_kernel, kind="head-tail", causal=True, schedule="gather", **_shape
-            )
+            for _schedule in ("gather", "one_call"):  # one call of flash alone, else a ring
+                CASES[f"{_kernel} {_schedule} head-tail {_name}"] = functools.partial(
+                    laid_out, kernel=_kernel, kind="head-tail", causal=True, schedule=_schedule,
+                    **_shape,
+                )  # fmt: skip
 for _kernel in ("efficient", "cudnn", "math"):
     for _mask in (Mask("qk"), Mask("b11k"), Mask("1hqk", blind=True), Mask("bhqk", None)):
         for _kind in ("head-tail", "documents of each row"):

@@ -1,0 +1,147 @@
+"""One kernel call on every rank, for shards so short that the host's time counts.
+
+Every rank puts its keys at all others where they see them in true order (:mod:`prefix_plan`), and
+each computes all its rows at once: one exchange and one kernel, no merge. Nothing overlaps, work is
+not balanced in natural order, and a prefix takes room of its own; all of that costs less than a
+launch as long as shards are short. The backward is one kernel too; it sends the shares of dK and dV
+to the keys' owners as a gather does (:mod:`key_shares`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Geometry, Tile, laid_out
+from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
+from cp_dispatch.schedules.gradients import KeyShare
+from cp_dispatch.schedules.job import Job
+from cp_dispatch.schedules.key_shares import KeyShares
+from cp_dispatch.schedules.prefix_keys import prefix_keys
+from cp_dispatch.schedules.prefix_plan import keys_of, prefix_parcels, prefixes_of
+from cp_dispatch.schedules.ranges import part
+from cp_dispatch.schedules.transfer import Transfer
+
+if TYPE_CHECKING:
+    from cp_dispatch.plan import Plan
+
+geometry = laid_out
+
+
+def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`cp_dispatch.schedules.ring.forward`.
+
+    Raises:
+        ContextParallelError: a mask or dropout, which no plan lets through.
+    """
+    if job.mask is not None or job.dropout is not None or job.ring is None:
+        raise ContextParallelError(
+            "the schedule one_call takes no attn_mask and no dropout, and several ranks; "
+            'call the op with "ring"'
+        )
+    keys = prefix_keys(key, value, job.geometry, job.ring)
+    with part("one_call"):
+        there = keys.come()
+        if job.geometry.causal:
+            prefixes = prefixes_of(job.geometry, job.rank)
+            out, lse = job.backend.prefix_forward(query, *there, prefixes, job.scale)
+        else:
+            out, lse = job.backend.forward(query, *there, None, False, job.scale)
+        keys.release()
+    dtype = job.backend.output_dtype(query.dtype)
+    tile = _whole(query.size(2))
+    lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+    result = OutputAccumulator(query, value.size(-1), (tile,), dtype, lse_dtype)
+    result.add(out, lse, tile)
+    return result.finish()
+
+
+def backward(
+    job: Job,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    key_grad: bool,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """As :func:`cp_dispatch.schedules.ring.backward`; there is no mask."""
+    keys = prefix_keys(key, value, job.geometry, job.ring)
+    sums = None
+    if key_grad:
+        dtype = job.backend.gradient_dtype(key.dtype)
+        sums = KeyShares(key, value, job.geometry, job.ring, dtype, prefix_parcels)
+        sums.open()
+    prefixes = prefixes_of(job.geometry, job.rank)
+    try:
+        with part("one_call_backward"):
+            inputs = grad_output, query, *keys.come(), output, logsumexp
+            if job.geometry.causal:
+                dq, dk, dv = job.backend.prefix_backward(*inputs, prefixes, job.scale)
+            else:
+                dq, dk, dv, _ = job.backend.backward(*inputs, None, False, job.scale)
+            keys.release()
+    except BaseException:
+        if sums is not None:
+            sums.give_up()
+        raise
+    tile = _whole(query.size(2))
+    query_grad = QueryGradient(query, (tile,))
+    query_grad.add(dq, tile)
+    if sums is None:
+        return query_grad.finish(), None, None, None
+    shares, start = [], 0
+    for prefix in prefixes:
+        shares.append(
+            KeyShare(dk.narrow(2, start, prefix.keys), dv.narrow(2, start, prefix.keys), 0, None)
+        )
+        start += prefix.keys
+    sums.start(shares)
+    del dk, dv, shares
+    dq = query_grad.finish()
+    return dq, *sums.finish([]), None
+
+
+@functools.lru_cache(maxsize=64)
+def _whole(length: int) -> Tile:
+    return Tile(0, length, 0, length, False, (), ())
+
+
+# -- What it costs, see cp_dispatch.report --------------------------------------------------------
+
+
+def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
+    """Of a forward and of a backward."""
+    _, key, _ = plan.shards
+    keys = Transfer("all_gather", "key, value", plan.key_row_bytes * key[2])
+    owners = (owner for owner in range(plan.world_size) if owner != rank)
+    rows = sum(x.length for owner in owners for x in prefix_parcels(plan.geometry, rank, owner))
+    size = rows * plan.key_row_bytes // plan.dtype.itemsize * plan.gradient_itemsize
+    return [keys], [keys, Transfer("all_to_all", "dK, dV", size)]
+
+
+def extra_bytes(plan: Plan) -> tuple[int, int]:
+    """As :func:`cp_dispatch.report.extra_bytes`: the keys as they come and as they are seen; in the
+    backward their gradients as the kernel gives them, as they are sent and as they come."""
+    query, _, value = plan.shards
+    ranks = range(plan.world_size)
+    owned = sum(map(plan.geometry.key_length, ranks)) * plan.key_row_bytes
+    seen = max(keys_of(plan.geometry, rank) for rank in ranks) * plan.key_row_bytes
+    rows = math.prod(query[:3])
+    output = rows * value[3] * plan.output_itemsize + rows * plan.lse_itemsize
+    sums = 3 * seen // plan.dtype.itemsize * plan.gradient_itemsize
+    dq = math.prod(query) * plan.dtype.itemsize
+    return owned + seen + 2 * output, owned + seen + sums + 2 * dq
+
+
+def blocks(plan: Plan, rank: int) -> tuple[int, int]:
+    """Blocks that ``rank`` computes, and those that there are for it."""
+    found: Geometry = plan.geometry
+    owners = range(plan.world_size)
+    return sum(bool(found.tiles(rank, owner)) for owner in owners), len(owners)

@@ -1,0 +1,137 @@
+"""Keys and values of all ranks as a rank's rows see them: prefixes in true order, one after the
+other (:mod:`prefix_plan`)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.pair import Pair
+from cp_dispatch.schedules.prefix_plan import keys_of, prefix_parcels, prefixes_of
+
+
+def prefix_keys(
+    key: Tensor, value: Tensor, geometry: Geometry, ring: Ring
+) -> GatheredPrefixes | PushedPrefixes:
+    """The prefixes of this rank: ``come()`` moves them here."""
+    rows = max(keys_of(geometry, rank) for rank in range(ring.world_size))
+    per_key = (key.nbytes + value.nbytes) // max(1, key.size(2))
+    # The same on every rank, or they would not all make the room.
+    box = ring.mailbox("prefixes", _aligned(rows * per_key) + _GRAIN)
+    if box is None:
+        return GatheredPrefixes(key, value, geometry, ring)
+    return PushedPrefixes(key, value, geometry, ring, box)
+
+
+class GatheredPrefixes:
+    """By an all-gather, and a copy of what came in the order in which it is seen."""
+
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring):
+        self._pair, self._tensors, self._ring = Pair(key, value), (key, value), ring
+        self._geometry = geometry
+
+    def come(self) -> tuple[Tensor, Tensor]:
+        """Key and value, ``(B, Hkv, keys of all prefixes, D)``, token-major."""
+        key, value = self._tensors
+        length, ranks = key.size(2), range(self._ring.world_size)
+        send = self._pair.buffer(length)
+        self._pair.pack(key, value, send)
+        everyone = send.new_empty((len(ranks), send.numel()))
+        self._ring.start_all_gather(send, everyone.flatten()).wait()
+        shards = [self._pair.views(everyone[rank], length) for rank in ranks]
+        pieces = sorted(
+            (parcel.tile, parcel.start, owner, parcel.place, parcel.length)
+            for owner in ranks
+            for parcel in prefix_parcels(self._geometry, self._ring.rank, owner)
+        )
+        return tuple(
+            torch.cat(
+                [
+                    shards[owner][index].narrow(2, place, count).transpose(1, 2)
+                    for *_, owner, place, count in pieces
+                ],
+                dim=1,
+            ).transpose(1, 2)
+            for index in (0, 1)
+        )
+
+    def release(self) -> None:
+        """Nothing reads them any more; the views hold their memory."""
+
+
+class PushedPrefixes:
+    """Put here by their owners, each piece once for each prefix that has it."""
+
+    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+        self._tensors, self._box = (key, value), box
+        place = geometry, key.shape, value.shape, key.dtype
+        rooms = box.views.get(place)
+        if rooms is None:
+            box.forget_many()
+            rooms = box.views[place] = _rooms(key, value, geometry, ring, box)
+        self._targets, self._sources, self._own = rooms
+
+    def come(self) -> tuple[Tensor, Tensor]:
+        """As :meth:`GatheredPrefixes.come`."""
+        rows = rows_for(self._tensors)
+        pieces = [
+            rows[index] if place is None else rows[index].narrow(1, *place)
+            for index, place in self._sources
+        ]
+        self._box.open_and_push(self._targets, pieces)
+        self._box.wait()
+        return self._own
+
+    def release(self) -> None:
+        """As :meth:`GatheredPrefixes.release`."""
+        self._box.release()
+
+
+def _rooms(key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+    """Where keys and values go, from which rows of which of the two (None: all), and the views of
+    what comes."""
+    targets, sources = [], []
+    length = key.size(2)
+    for step in range(ring.world_size):
+        # No two ranks push to one at a time; the nearest first, oneself last.
+        peer = (ring.rank + 1 + step) % ring.world_size
+        starts = _starts(geometry, peer)
+        views = _views(key, value, geometry, box, peer)
+        for parcel in prefix_parcels(geometry, peer, ring.rank):
+            at = starts[parcel.tile] + parcel.start
+            place = None if parcel.length == length else (parcel.place, parcel.length)
+            for index, view in enumerate(views):
+                targets.append(view[:, at : at + parcel.length])
+                sources.append((index, place))
+    own = tuple(x.transpose(1, 2) for x in _views(key, value, geometry, box, ring.rank))
+    return targets, sources, own
+
+
+def _starts(geometry: Geometry, rank: int) -> list[int]:
+    starts, end = [], 0
+    for prefix in prefixes_of(geometry, rank):
+        starts.append(end)
+        end += prefix.keys
+    return starts
+
+
+def _views(key: Tensor, value: Tensor, geometry: Geometry, box: Mailbox, rank: int):
+    views, offset = [], 0
+    for tensor in (key, value):
+        batch, heads, _, dim = tensor.shape
+        shape = batch, keys_of(geometry, rank), heads, dim
+        views.append(box.at(rank, offset, math.prod(shape), tensor.dtype).view(shape))
+        offset = _aligned(views[0].nbytes)
+    return views
+
+
+_GRAIN = 256
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _GRAIN) * _GRAIN

@@ -1,0 +1,99 @@
+"""What a rank sees of the keys where they stand in true order: prefixes, one for each run of rows.
+
+A run of consecutive positions ``[start, stop)`` sees the keys ``[0, stop)``, under a causal mask
+whose diagonal ends at the bottom right. For head-tail order, where rank r owns pieces r and
+2W - 1 - r, that is two runs and two prefixes. Without a causal mask all rows see all keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.schedules.gather_plan import Parcel
+
+#: A run costs room for its prefix.
+MOST_RUNS = 4
+
+
+class Prefix(NamedTuple):
+    """Rows of a run, and keys that its last row sees."""
+
+    rows: int
+    keys: int
+
+
+def reasons_against(geometry, backend) -> list[str]:
+    """Why a call cannot be one kernel call on each rank; nothing if it can."""
+    if not isinstance(geometry, Geometry):
+        return ["rows of the batch have layouts of their own"]
+    ranks = range(geometry.world_size)
+    lengths = {geometry.key_length(rank) for rank in ranks}
+    against = []
+    if len(lengths) > 1 or 0 in lengths or not all(map(geometry.query_length, ranks)):
+        against.append("the ranks' shards of keys are not alike, or some are empty")
+    if not geometry.causal:
+        return against
+    runs = max(map(len, geometry.query_spans))
+    if not backend.takes_prefixes:
+        against.append(f"the {backend.name} kernel has no causal mask at the bottom right")
+    if runs > MOST_RUNS:
+        against.append(f"a rank's rows are {runs} runs of consecutive positions, not {MOST_RUNS}")
+    elif not all(_are_prefixes(geometry, rank) for rank in ranks):
+        against.append("rows see parts of the runs of keys that ranks own")
+    return against
+
+
+def _are_prefixes(geometry: Geometry, rank: int) -> bool:
+    total = sum(map(geometry.key_length, range(geometry.world_size)))
+    return all(
+        prefix.keys <= total
+        and all(
+            span.position + span.length <= prefix.keys or span.position >= prefix.keys
+            for own in geometry.key_spans
+            for span in own
+        )
+        for prefix in prefixes_of(geometry, rank)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def prefixes_of(geometry: Geometry, rank: int) -> tuple[Prefix, ...]:
+    """The prefixes of a rank's runs, in the order of its rows."""
+    if geometry.causal:
+        return tuple(Prefix(x.length, x.position + x.length) for x in geometry.query_spans[rank])
+    total = sum(map(geometry.key_length, range(geometry.world_size)))
+    return (Prefix(geometry.query_length(rank), total),)
+
+
+def keys_of(geometry: Geometry, rank: int) -> int:
+    """Keys of all prefixes of a rank, each prefix for itself."""
+    return sum(prefix.keys for prefix in prefixes_of(geometry, rank))
+
+
+@functools.lru_cache(maxsize=4096)
+def prefix_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
+    """Which of ``owner``'s keys are in which prefix of ``rank``, and where: of its keys, and of
+    the gradients that it sends back."""
+    parcels, place = [], 0
+    for span in geometry.key_spans[owner]:
+        # Unless something is masked by position, keys may stand in the order of the ranks.
+        before = sum(map(geometry.key_length, range(owner)))
+        start = span.position if geometry.causal else before + place
+        parcels += [
+            Parcel(index, start, span.length, place)
+            for index, prefix in enumerate(prefixes_of(geometry, rank))
+            if start + span.length <= prefix.keys
+        ]
+        place += span.length
+    return tuple(parcels)
+
+
+def pairs_of(geometry: Geometry, rank: int) -> int:
+    """Queries times keys that a rank's kernel computes."""
+    masked = geometry.causal
+    return sum(
+        rows * keys - (rows * (rows - 1) // 2 if masked else 0)
+        for rows, keys in prefixes_of(geometry, rank)
+    )
