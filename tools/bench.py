@@ -223,10 +223,15 @@ def measure(step, args, cuda: bool) -> dict:
         times.append(start.elapsed_time(end) / 1e3 / args.steps if cuda else host[-1])
         del result
     extra = (torch.cuda.max_memory_allocated() - before + _mailbox_bytes()) / 2**20 if cuda else 0.0
-    row = torch.tensor([statistics.median(times), statistics.median(host), extra],
-                       device="cuda" if cuda else "cpu", dtype=torch.float64)  # fmt: skip
+    row = worst_rank([statistics.median(times), statistics.median(host), extra], cuda)
+    return dict(zip(("seconds", "host_seconds", "extra_mib"), row, strict=True))
+
+
+def worst_rank(values: list[float], cuda: bool) -> list[float]:
+    """The largest of each value among the ranks."""
+    row = torch.tensor(values, device="cuda" if cuda else "cpu", dtype=torch.float64)
     dist.all_reduce(row, dist.ReduceOp.MAX)
-    return dict(zip(("seconds", "host_seconds", "extra_mib"), row.tolist(), strict=True))
+    return row.tolist()
 
 
 def kernel_time(problem: Problem, backend: str, args) -> dict:
@@ -419,6 +424,16 @@ def progress(points, rank: int):
     return tqdm(points, unit="point", disable=rank != 0)
 
 
+def about(cuda: bool) -> dict:
+    """What a record says about where it was made."""
+    return {
+        "card": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
 def main() -> None:
     args = parse()
     cuda = torch.cuda.is_available()
@@ -428,17 +443,9 @@ def main() -> None:
         torch.cuda.set_device(rank)
     mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
     torch.manual_seed(rank)
-    card = torch.cuda.get_device_name() if cuda else "cpu"
+    record = about(cuda) | {"flop_formula": FLOP_FORMULA, "rows": []}
     if rank == 0:
-        print(f"{card} x {mesh.size()}, torch {torch.__version__}, FLOPs: {FLOP_FORMULA}")
-    record = {
-        "card": card,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(),
-        "flop_formula": FLOP_FORMULA,
-        "rows": [],
-    }
+        print(f"{record['card']} x {mesh.size()}, torch {torch.__version__}, FLOPs: {FLOP_FORMULA}")
     points = list(itertools.product(args.heads, args.tokens or [8192], args.backend or ["flash"]))
     for heads, tokens, backend in progress(points, rank):
         rows = run_point(Problem(args, tokens, heads, mesh), backend, args, cuda)

@@ -1,4 +1,4 @@
-"""The README's tables of speed, made from the results that ``tools/bench.py`` kept.
+"""The README's tables of speed, made from what ``tools/bench.py`` and ``train_bench.py`` kept.
 
     python tools/bench_table.py
 
@@ -45,12 +45,52 @@ def table(record: dict) -> str:
     return "\n".join(lines)
 
 
+def train_table(record: dict) -> str:
+    """Speed and memory of each way to train a model, and how equal the losses are."""
+    lines = [
+        "| | compiled | tokens/s per rank | step | peak memory | model TFLOP/s per rank | losses |",
+        "|---" * 7 + "|",
+    ]
+    for row in record["rows"]:
+        cells = [row["way"], row["compiled"]]
+        if "error" in row:
+            lines.append(f"| {' | '.join(cells)} | {row['error']} | | | | |")
+            continue
+        cells[1] += f" ({row['graphs']} graphs)" if row["graphs"] else ""
+        first, last = (row["losses"][i] for i in (0, -1))
+        losses = f"{first:.4f} to {last:.4f}"
+        if "losses_differ" in row:
+            losses += f", differ {row['losses_differ']:.1e}"
+            losses += f" (first gradients {row['gradients_differ']:.1e})"
+        memory = f"{row['peak_mib'] / 1024:,.1f} GiB" if row["peak_mib"] else "not measured"
+        lines.append(
+            f"| {' | '.join(cells)} | {row['tokens_per_second_per_rank']:,.0f} | "
+            f"{row['seconds'] * 1e3:,.0f} ms | {memory} | {row['model_tflops_per_rank']:,.3g} | "
+            f"{losses} |"
+        )
+    one = record["settings"]
+    heads, key_heads = one["heads"]
+    lines += [
+        "",
+        f"{one['tokens']:,} tokens on {record['ranks']} x {record['card']}, {one['layers']} layers "
+        f"of {one['dim']}, {heads} query and {key_heads} key/value heads of "
+        f"{one['dim'] // heads}, {one['vocab']:,} words, FSDP2, {one['dtype']}, attention by "
+        f"{one['kernel'] or 'the kernel that torch takes'}, "
+        f"{'a checkpoint a block' if one['checkpoint'] else 'no checkpoints'}, median of "
+        f"{one['steps'] - one['warmup']} steps after {one['warmup']}; losses may differ by "
+        f"{record['noise'][0]:.0e}, the first step's gradients of query and key projections by "
+        f"{record['noise'][1]:.0e}. torch {record['torch']}, {record['date']}.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     readme = ROOT / "README.md"
 
     def filled(match: re.Match) -> str:
         record = json.loads((ROOT / "tools" / "results" / match[1]).read_text())
-        return f"<!-- bench {match[1]} -->\n{table(record)}\n<!-- end -->"
+        made = train_table(record) if record.get("kind") == "train" else table(record)
+        return f"<!-- bench {match[1]} -->\n{made}\n<!-- end -->"
 
     text = re.sub(
         r"<!-- bench (\S+) -->.*?<!-- end -->", filled, readme.read_text(), flags=re.DOTALL
