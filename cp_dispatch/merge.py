@@ -93,3 +93,12 @@ def token_major(batch: int, heads: int, length: int, dim: int, like: Tensor, dty
     then agrees with every shard, also where a batch of 1 makes strides ambiguous.
     """
     return like.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+def to_token_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor ``(B, H, S, D)`` in that dtype and with the strides of :func:`token_major`; itself
+    if it is so."""
+    _, heads, length, dim = tensor.shape
+    if tensor.dtype is dtype and tensor.stride() == (length * heads * dim, dim, heads * dim, 1):
+        return tensor
+    return token_major(*tensor.shape, like=tensor, dtype=dtype).copy_(tensor)

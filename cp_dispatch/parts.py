@@ -6,6 +6,7 @@ would round, or write float32, every time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,12 +16,15 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.extension import has_kernel
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
+# ``pieces`` holds for each run of rows of a sum: which sum, its first row, how many; the number of
+# parts, and for each part which one and its first row.
 library.define(
-    "sum_parts(Tensor[] parts, Tensor(a!) out) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
+    "sum_parts(Tensor[] parts, int[] pieces, Tensor(a!)[] outs) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _op = torch.ops.cp_dispatch.sum_parts.default
 
-#: The most parts that a kernel takes.
+#: The most parts of a piece that a kernel takes.
 _MOST = 48
 
 
@@ -32,44 +36,76 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
             ``out`` or wider.
         out: ``(B, H, S, D)``, any strides. May be one of the parts.
     """
-    rows = (*parts, out)
-    fits = len(parts) <= _MOST and all(x.stride(-1) == 1 or x.size(-1) == 1 for x in rows)
+    length = out.size(2)
+    add_up((out,), (parts,), ((0, length, 0),) * len(parts))
+
+
+def add_up(
+    totals: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
+    places: tuple[tuple[int, int, int], ...],
+) -> None:
+    """Write into each total the sum of its parts, as :func:`sum_parts`; zeros where there is none.
+
+    ``places`` holds for each part, alike in all totals: the first row of the total, how many rows,
+    and its own first row.
+    """
+    pieces, most = _pieces(places, totals[0].size(2), len(totals))
+    flat = [part for own in parts for part in own]
+    rows = *flat, *totals
+    fits = most <= _MOST and all(x.stride(-1) == 1 or x.size(-1) == 1 for x in rows)
     # The kernel has no narrow sum of float64.
-    fits = fits and (parts[0].dtype is out.dtype or parts[0].dtype is torch.float32)
-    if fits and has_kernel("sum_parts", out.device.type):
-        _op(parts, out)
+    dtype = totals[0].dtype
+    fits = fits and (not flat or flat[0].dtype in (dtype, torch.float32))
+    if fits and has_kernel("sum_parts", totals[0].device.type):
+        _op(flat, pieces, totals)
     else:
-        sum_parts_eager(parts, out)
+        sum_parts_eager(flat, pieces, totals)
 
 
-def sum_parts_eager(parts: Sequence[Tensor], out: Tensor) -> None:
-    """The specification of :func:`sum_parts`."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    wide = wide_dtype(parts[0].dtype)
-    total = torch.add(parts[0].to(wide), parts[1])
-    for part in parts[2:]:
-        total.add_(part)
-    out.copy_(total)
-
-
-def add_up(total: Tensor, parts: list[tuple[int, Tensor]]) -> None:
-    """Write the sum of parts, each with its first row of ``total``; zeros where there is none."""
-    spans = [(start, start + part.size(2), part) for start, part in parts]
-    edges = {0, total.size(2)}
-    for start, stop, _ in spans:
-        edges |= {start, stop}
+@functools.lru_cache(maxsize=1024)
+def _pieces(
+    places: tuple[tuple[int, int, int], ...], length: int, totals: int
+) -> tuple[list[int], int]:
+    """``pieces`` of the op, and the most parts that one has."""
+    edges = {0, length}
+    for start, count, _ in places:
+        edges |= {start, start + count}
     edges = sorted(edges)
-    for begin, end in zip(edges, edges[1:], strict=False):
+    pieces, most = [], 0
+    for total in range(totals):
+        for begin, end in zip(edges, edges[1:], strict=False):
+            here = [
+                (total * len(places) + index, first + begin - start)
+                for index, (start, count, first) in enumerate(places)
+                if start <= begin and end <= start + count
+            ]
+            most = max(most, len(here))
+            pieces += [total, begin, end - begin, len(here), *(x for part in here for x in part)]
+    return pieces, most
+
+
+def sum_parts_eager(parts: Sequence[Tensor], pieces: Sequence[int], outs: Sequence[Tensor]) -> None:
+    """The specification of the op."""
+    at = 0
+    while at < len(pieces):
+        index, begin, rows, count = pieces[at : at + 4]
+        out = outs[index].narrow(2, begin, rows)
+        at += 4
         here = [
-            part if (start, stop) == (begin, end) else part.narrow(2, begin - start, end - begin)
-            for start, stop, part in spans
-            if start <= begin and end <= stop
+            parts[pieces[i]].narrow(2, pieces[i + 1], rows) for i in range(at, at + 2 * count, 2)
         ]
-        into = total.narrow(2, begin, end - begin)
-        sum_parts(here, into) if here else into.zero_()
+        at += 2 * count
+        if not here:
+            out.zero_()
+        elif len(here) == 1:
+            out.copy_(here[0])
+        else:
+            total = torch.add(here[0].to(wide_dtype(here[0].dtype)), here[1])
+            for part in here[2:]:
+                total.add_(part)
+            out.copy_(total)
 
 
 library.impl("sum_parts", sum_parts_eager, "CompositeExplicitAutograd")
-torch.library.register_fake("cp_dispatch::sum_parts", lambda parts, out: None, lib=library)
+torch.library.register_fake("cp_dispatch::sum_parts", lambda parts, pieces, outs: None, lib=library)

@@ -110,7 +110,7 @@ def _is_short(plan: Plan, device_type: str) -> bool:
     pair = _block_seconds(plan, device_type) / (query[2] * key[2])
     pairs = [prefix_plan.pairs_of(plan.geometry, rank) for rank in ranks]
     unbalanced = (max(pairs) - sum(pairs) / len(pairs)) * pair
-    exposed = max(prefix_plan.keys_of(plan.geometry, rank) for rank in ranks) * plan.key_row_bytes
+    exposed = prefix_plan.most_keys(plan.geometry) * plan.key_row_bytes
     others = _MIRRORED_CALLS if plan.is_causal and plan.layout is None else _GATHER_CALLS
     return unbalanced + exposed / costs.bandwidth <= (others - _ONE_CALLS) * costs.latency
 

@@ -68,61 +68,102 @@ void launch_sum(Sum s, bool packed, cudaStream_t stream) {
   }
 }
 
-void sum_parts(std::vector<Tensor> parts, Tensor out) {
-  const auto count = static_cast<int>(parts.size());
-  STD_TORCH_CHECK(count >= 1 && count <= kMaxParts, "expected 1 to ", kMaxParts, " parts, got ",
-                  count);
-  STD_TORCH_CHECK(out.dim() == 4 && (out.stride(3) == 1 || out.size(3) == 1),
-                  "the sum must be (B, H, S, D) with D contiguous");
-  const int type = type_number(parts[0]), type_out = type_number(out);
+// Of a piece of a sum: its rows of the target, and for each part which tensor and its first row.
+struct Piece {
+  int64_t first, rows, count;
+  const int64_t* parts;
+};
+
+void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out,
+               cudaStream_t stream) {
+  STD_TORCH_CHECK(piece.count <= kMaxParts, "expected up to ", kMaxParts, " parts, got ",
+                  piece.count);
+  STD_TORCH_CHECK(piece.first >= 0 && piece.rows >= 0 && piece.first + piece.rows <= out.size(2),
+                  "rows that the sum does not have");
+  const int type_out = type_number(out);
+  const int type = piece.count ? type_number(parts[piece.parts[0]]) : type_out;
   STD_TORCH_CHECK(type == type_out || (type == 2 && type_out < 2),
                   "parts must have the dtype of the sum, or be float32 for one of 16 bits");
   Sum s{};
   int order[] = {0, 1, 2};
   std::stable_sort(order, order + 3, [&](int x, int y) { return out.stride(x) < out.stride(y); });
+  const auto item_out = static_cast<int64_t>(out.element_size());
   constexpr int kBytes = 16;
-  const int n = kBytes / static_cast<int>(parts[0].element_size());
+  const auto item = piece.count
+                        ? static_cast<int64_t>(parts[piece.parts[0]].element_size())
+                        : item_out;
+  const int n = kBytes / static_cast<int>(item);
   bool packed = is_packed(out, n);
-  for (int p = 0; p < count; ++p) {
-    const Tensor& part = parts[p];
+  for (int p = 0; p < piece.count; ++p) {
+    const int64_t first = piece.parts[2 * p + 1];
+    const Tensor& part = parts[piece.parts[2 * p]];
     STD_TORCH_CHECK(part.dim() == 4 && type_number(part) == type &&
                         part.get_device_index() == out.get_device_index() && part.is_cuda(),
                     "parts must be alike, (B, H, S, D), on one GPU");
-    for (int d = 0; d < 4; ++d) {
+    for (const int d : {0, 1, 3}) {
       STD_TORCH_CHECK(part.size(d) == out.size(d), "sizes differ in dim ", d);
     }
+    STD_TORCH_CHECK(first >= 0 && first + piece.rows <= part.size(2),
+                    "sizes differ in dim 2: rows that a part does not have");
     STD_TORCH_CHECK(part.stride(3) == 1 || part.size(3) == 1, "D must be contiguous");
     packed = packed && is_packed(part, n);
-    s.parts[p] = part.const_data_ptr();
+    s.parts[p] = static_cast<const char*>(part.const_data_ptr()) + first * part.stride(2) * item;
     for (int i = 0; i < 3; ++i) s.at[p][i] = part.stride(order[i]);
   }
-  s.out = out.mutable_data_ptr();
-  s.count = count, s.dim = static_cast<int>(out.size(3));
-  s.rows = out.size(0) * out.size(1) * out.size(2);
+  s.out = static_cast<char*>(out.mutable_data_ptr()) + piece.first * out.stride(2) * item_out;
+  s.count = static_cast<int>(piece.count), s.dim = static_cast<int>(out.size(3));
+  s.rows = out.size(0) * out.size(1) * piece.rows;
   if (s.rows == 0 || s.dim == 0) return;
   STD_TORCH_CHECK(s.rows <= INT32_MAX && out.size(3) <= INT32_MAX / 2,
                   "more rows than a launch has: ", s.rows);
   for (int i = 0; i < 3; ++i) {
-    if (i < 2) s.size[i] = Divider(static_cast<uint32_t>(out.size(order[i])));
+    const int64_t size = order[i] == 2 ? piece.rows : out.size(order[i]);
+    if (i < 2) s.size[i] = Divider(static_cast<uint32_t>(size));
     s.at_out[i] = out.stride(order[i]);
   }
-  const Launch launch(out.get_device_index());
   switch (type) {
     case 0:
-      launch_sum<__nv_bfloat16, __nv_bfloat16, float>(s, packed, launch.stream());
+      launch_sum<__nv_bfloat16, __nv_bfloat16, float>(s, packed, stream);
       break;
     case 1:
-      launch_sum<__half, __half, float>(s, packed, launch.stream());
+      launch_sum<__half, __half, float>(s, packed, stream);
       break;
     case 2:
-      if (type_out == 0) launch_sum<float, __nv_bfloat16, float>(s, packed, launch.stream());
-      if (type_out == 1) launch_sum<float, __half, float>(s, packed, launch.stream());
-      if (type_out == 2) launch_sum<float, float, float>(s, packed, launch.stream());
+      if (type_out == 0) launch_sum<float, __nv_bfloat16, float>(s, packed, stream);
+      if (type_out == 1) launch_sum<float, __half, float>(s, packed, stream);
+      if (type_out == 2) launch_sum<float, float, float>(s, packed, stream);
       break;
     default:
-      launch_sum<double, double, double>(s, packed, launch.stream());
+      launch_sum<double, double, double>(s, packed, stream);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// `pieces` holds for each of them: target, first row, rows, number of parts, and for each part
+// which one and its first row.
+void sum_parts(std::vector<Tensor> parts, std::vector<int64_t> pieces, std::vector<Tensor> outs) {
+  if (outs.empty()) return;
+  for (const Tensor& out : outs) {
+    STD_TORCH_CHECK(out.is_cuda() && out.get_device_index() == outs[0].get_device_index() &&
+                        out.dim() == 4 && (out.stride(3) == 1 || out.size(3) == 1),
+                    "the sums must be (B, H, S, D) with D contiguous, on one GPU");
+  }
+  const Launch launch(outs[0].get_device_index());
+  for (size_t at = 0; at < pieces.size();) {
+    STD_TORCH_CHECK(at + 4 <= pieces.size() && pieces[at + 3] >= 0 &&
+                        at + 4 + 2 * static_cast<size_t>(pieces[at + 3]) <= pieces.size(),
+                    "pieces end too early");
+    const Piece piece{pieces[at + 1], pieces[at + 2], pieces[at + 3], pieces.data() + at + 4};
+    for (int64_t p = 0; p < piece.count; ++p) {
+      STD_TORCH_CHECK(piece.parts[2 * p] >= 0 &&
+                          piece.parts[2 * p] < static_cast<int64_t>(parts.size()),
+                      "no such part");
+    }
+    STD_TORCH_CHECK(pieces[at] >= 0 && pieces[at] < static_cast<int64_t>(outs.size()),
+                    "no such sum");
+    add_piece(parts, piece, outs[pieces[at]], launch.stream());
+    at += 4 + 2 * static_cast<size_t>(piece.count);
+  }
 }
 
 }  // namespace

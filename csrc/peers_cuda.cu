@@ -171,6 +171,25 @@ void raise_flags(const Tensor here, std::vector<int64_t> flags, int64_t stream) 
   raised.enqueue(handle(stream));
 }
 
+// What is done to flags before and after the copies.
+struct Signals {
+  const std::vector<int64_t>&raise_first, &take_first, &raise_then, &take_last;
+};
+
+void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
+          int64_t stream, bool side_waits) {
+  const Launch launch(here.get_device_index());
+  if (side_waits) wait_for(handle(stream), launch.stream());
+  Flags before, after;
+  before.raise(signals.raise_first);
+  before.take(signals.take_first);
+  before.enqueue(handle(stream));
+  copy_all(slabs, handle(stream));
+  after.raise(signals.raise_then);
+  after.take(signals.take_last);
+  after.enqueue(handle(stream));
+}
+
 void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const Tensor here,
                 std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
                 std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
@@ -179,16 +198,48 @@ void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const 
   std::vector<Slab> slabs;
   slabs.reserve(targets.size());
   for (size_t i = 0; i < targets.size(); ++i) slabs.push_back(slab_of(targets[i], sources[i]));
-  const Launch launch(here.get_device_index());
-  if (side_waits) wait_for(handle(stream), launch.stream());
-  Flags before, after;
-  before.raise(raise_first);
-  before.take(take_first);
-  before.enqueue(handle(stream));
-  copy_all(slabs, handle(stream));
-  after.raise(raise_then);
-  after.take(take_last);
-  after.enqueue(handle(stream));
+  push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
+}
+
+// `moves` holds for each slab: which source (B, S, ...), its first row and how many, the address
+// where they go and the bytes between batch rows there.
+void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64_t> moves,
+               std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
+               std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
+               bool side_waits) {
+  struct Source {
+    const char* start;
+    int64_t row, batch, rows, count;
+  };
+  std::vector<Source> found;
+  found.reserve(sources.size());
+  for (const Tensor& x : sources) {
+    STD_TORCH_CHECK(x.is_cuda() && x.dim() > 1, "a source must be (B, S, ...) on a GPU");
+    int64_t row = static_cast<int64_t>(x.element_size());
+    const int64_t item = row;
+    for (int64_t d = x.dim() - 1; d > 0; --d) {
+      STD_TORCH_CHECK(x.size(d) == 1 || x.stride(d) * item == row,
+                      "a batch row must be contiguous");
+      if (d > 1) row *= x.size(d);
+    }
+    found.push_back({static_cast<const char*>(x.const_data_ptr()), row, x.stride(0) * item,
+                     x.size(1), x.size(0)});
+  }
+  STD_TORCH_CHECK(moves.size() % 5 == 0, "five numbers for each move");
+  std::vector<Slab> slabs;
+  slabs.reserve(moves.size() / 5);
+  for (size_t i = 0; i < moves.size(); i += 5) {
+    const int64_t index = moves[i], first = moves[i + 1], rows = moves[i + 2];
+    STD_TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(found.size()), "no such source");
+    const Source& x = found[index];
+    STD_TORCH_CHECK(first >= 0 && rows >= 0 && first + rows <= x.rows,
+                    "rows that a source does not have");
+    const int64_t bytes = rows * x.row;
+    const bool one = x.count == 1;
+    slabs.push_back({reinterpret_cast<void*>(moves[i + 3]), x.start + first * x.row,
+                     one ? bytes : moves[i + 4], one ? bytes : x.batch, bytes, x.count});
+  }
+  push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
 }
 
 void join_streams(const Tensor here, int64_t stream, bool side_waits) {
@@ -205,6 +256,7 @@ void join_streams(const Tensor here, int64_t stream, bool side_waits) {
 STABLE_TORCH_LIBRARY_IMPL(cp_dispatch, CUDA, m) {
   m.impl("raise_flags", TORCH_BOX(&raise_flags));
   m.impl("push_slabs", TORCH_BOX(&push_slabs));
+  m.impl("push_rows", TORCH_BOX(&push_rows));
   m.impl("join_streams", TORCH_BOX(&join_streams));
 }
 

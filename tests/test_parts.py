@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cp_dispatch.merge import token_major
-from cp_dispatch.parts import sum_parts
+from cp_dispatch.parts import add_up, sum_parts
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPE = (2, 3, 5, 8)
@@ -43,4 +43,31 @@ def test_the_sum_may_be_a_part():
 
 def test_opcheck():
     parts = [torch.randn(SHAPE) for _ in range(3)]
-    torch.library.opcheck(torch.ops.cp_dispatch.sum_parts.default, (parts, torch.empty(SHAPE)))
+    torch.library.opcheck(
+        torch.ops.cp_dispatch.sum_parts.default,
+        (parts, [0, 0, 5, 2, 0, 0, 2, 0], [torch.empty(SHAPE)]),
+    )
+
+
+def places_of(generator, length, count):
+    for _ in range(count):
+        start, stop = sorted(torch.randint(length + 1, (2,), generator=generator).tolist())
+        yield start, stop - start, int(torch.randint(4, (), generator=generator))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_parts(seed):
+    """Parts that cover some rows of two sums; rows that none covers are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    length, count = 17, seed % 5
+    places = tuple(places_of(generator, length, count))
+    totals = [torch.full((2, 3, length, dim), torch.nan) for dim in (8, 5)]
+    expected = [torch.zeros_like(x) for x in totals]
+    parts = [[], []]
+    for start, rows, first in places:
+        for total, own, want in zip(totals, parts, expected, strict=True):
+            own.append(torch.randn(2, 3, first + rows + 1, total.size(3)))
+            want[:, :, start : start + rows] += own[-1][:, :, first : first + rows]
+    add_up(totals, parts, places)
+    for total, want in zip(totals, expected, strict=True):
+        torch.testing.assert_close(total, want)

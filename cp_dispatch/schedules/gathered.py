@@ -100,16 +100,12 @@ class PushedKeys:
     @contextlib.contextmanager
     def coming(self):
         """As :meth:`GatheredKeys.coming`."""
-        rooms = self._rooms
-        pieces = [
-            piece for x in rows_for(self._tensors) for piece in x.tensor_split(rooms.pieces, dim=1)
-        ]
+        sources = rows_for(self._tensors)
         self._box.open()
         try:
             yield
         finally:  # also after an error, or flags stay raised for the next call to stumble over
-            sources = [pieces[index] for index in rooms.sources]
-            self._box.push(rooms.targets, sources, ready_at_open=True)
+            self._box.push_rows(sources, self._rooms.moves, ready_at_open=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredKeys.wait`."""
@@ -122,34 +118,32 @@ class PushedKeys:
 
 
 class _Rooms:
-    """Where keys and values go: ``targets``, from the pieces ``sources`` of first the key and
-    then the value; ``own`` are the views of what comes, ``(B, Hkv, S, D)``."""
+    """Where keys and values go, as ``moves`` of :class:`Mailbox`; ``own`` are the views of what
+    comes, ``(B, Hkv, S, D)``."""
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
-        self.pieces = plan_of(geometry, ring.rank).pieces
-        size = key.size(2) // self.pieces
-        self.targets, self.sources = [], []
+        pieces = plan_of(geometry, ring.rank).pieces
+        size = key.size(2) // pieces
+        own, starts, end = [], [], 0
+        for tensor in (key, value):
+            batch, heads, length, dim = tensor.shape
+            shape = batch, ring.world_size * length, heads, dim
+            view = box.at(ring.rank, end, math.prod(shape), tensor.dtype).view(shape)
+            own.append(view.transpose(1, 2))
+            starts.append(end)
+            end += _aligned(ring.world_size * tensor.nbytes)
+        self.own, self.moves = tuple(own), []
         for step in range(ring.world_size):
             # No two ranks push to one at a time; the nearest first, oneself last.
             peer = (ring.rank + 1 + step) % ring.world_size
-            views = _room_views(key, value, ring.world_size, box, peer)
             for piece in slots_of(geometry, peer, ring.rank):
-                slot = ((self.pieces - 1 - piece) * ring.world_size + ring.rank) * size
-                for index, view in enumerate(views):
-                    self.targets.append(view[:, slot : slot + size])
-                    self.sources.append(index * self.pieces + piece)
-        own = _room_views(key, value, ring.world_size, box, ring.rank)
-        self.own = tuple(view.transpose(1, 2) for view in own)
-
-
-def _room_views(key: Tensor, value: Tensor, world_size: int, box: Mailbox, rank: int):
-    views, offset = [], 0
-    for tensor in (key, value):
-        batch, heads, length, dim = tensor.shape
-        shape = batch, world_size * length, heads, dim
-        views.append(box.at(rank, offset, math.prod(shape), tensor.dtype).view(shape))
-        offset += _aligned(world_size * tensor.nbytes)
-    return views
+                slot = ((pieces - 1 - piece) * ring.world_size + ring.rank) * size
+                for index, tensor in enumerate((key, value)):
+                    row = tensor.size(1) * tensor.size(3) * tensor.itemsize
+                    self.moves += box.move(
+                        index, piece * size, size, peer, starts[index] + slot * row,
+                        ring.world_size * key.size(2) * row,
+                    )  # fmt: skip
 
 
 def _room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:

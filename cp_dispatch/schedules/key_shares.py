@@ -50,33 +50,34 @@ class KeyShares:
     def give_up(self) -> None:
         """After an error of all ranks alike, leave no flag for the next call to stumble over."""
         if self._box is not None and self._is_open:
-            self._box.push([], [])
+            self._box.push_rows([], [])
             self._box.wait()
 
     def start(self, shares: list[KeyShare]) -> None:
         """Start sending the shares of the tiles of gathered keys, in their order."""
-        plan = self._plan if shares and self._row else _NOTHING
         self._is_open = False
-        self._own = [_part(shares, parcel) for parcel in plan.own]
+        self._shares = shares if self._row else []
         if self._box is None:
-            self._send_in_one_message(shares)
+            self._send_in_one_message()
             return
-        targets, self._arrived = self._places(self._box)
-        parts = [_part(shares, parcel) for _, _, parcel in plan.outgoing]
-        sources = rows_for(x for part in parts for x in (part.dk, part.dv))
-        self._box.push(targets if sources else [], sources)
+        moves, self._arrived = self._places(self._box)
+        sources = rows_for(x for share in self._shares for x in (share.dk, share.dv))
+        self._box.push_rows(sources, moves if sources else [])
 
-    def _send_in_one_message(self, shares: list[KeyShare]) -> None:
-        pair, plan = self._pair, self._plan
+    def _send_in_one_message(self) -> None:
+        shares, pair, plan = self._shares, self._pair, self._plan
+        if not shares:
+            plan = _NOTHING
         sizes, coming = ([n * self._row for n in x] for x in (plan.sent, plan.coming))
         send, received = (
             self._key.new_empty(sum(x), dtype=pair.dtype) for x in (sizes, coming)
         )  # fmt: skip
         at = 0
         # In the order of the owners, whichever is the nearest.
-        for _, _, parcel in sorted(plan.outgoing) if shares and self._row else ():
-            part, numel = _part(shares, parcel), pair.numel(parcel.length)
-            pair.pack(part.dk, part.dv, send[at : at + numel])
+        for _, _, parcel in sorted(plan.outgoing):
+            share, numel = shares[parcel.tile], pair.numel(parcel.length)
+            parts = (x.narrow(2, parcel.start, parcel.length) for x in (share.dk, share.dv))
+            pair.pack(*parts, send[at : at + numel])
             at += numel
         self._arrived = self._views(received)
         self._work = self._ring.exchange_all(send, sizes, received, coming)
@@ -85,30 +86,37 @@ class KeyShares:
         """dK and dV of this rank's own keys, with the shares of what it computed at home, in
         their dtype, token-major."""
         (self._box or self._work).wait()
-        parts = [*shares, *self._own, *self._arrived]
-        sums = []
-        for like, part in ((self._key, 0), (self._value, 1)):
-            total = token_major(*like.shape, like=like)
-            add_up(total, [(share.start, share[part]) for share in parts])
-            sums.append(total)
+        own = self._plan.own if self._shares else ()
+        parts = [*shares, *(self._shares[parcel.tile] for parcel in own), *self._arrived]
+        places = (
+            *((share.start, share.dk.size(2), 0) for share in shares),
+            *((parcel.place, parcel.length, parcel.start) for parcel in own),
+            *((share.start, share.dk.size(2), 0) for share in self._arrived),
+        )
+        totals = tuple(token_major(*x.shape, like=x) for x in (self._key, self._value))
+        add_up(totals, ([x.dk for x in parts], [x.dv for x in parts]), places)
         if self._box is not None:
             self._box.release()
-        return tuple(sums)
+        return totals
 
-    def _places(self, box: Mailbox) -> tuple[list[Tensor], list[KeyShare]]:
-        """Where shares go, token-major, and those that come."""
+    def _places(self, box: Mailbox) -> tuple[list[int], list[KeyShare]]:
+        """Where shares go, as moves of the box, and those that come."""
         pair, plan = self._pair, self._plan
         place = *self._place, self._key.shape, self._value.shape, pair.dtype
         found = box.views.get(place)
         if found is None:
             box.forget_many()
-            targets = []
+            moves, item = [], pair.dtype.itemsize
             for owner, at, parcel in plan.outgoing if self._row else ():
-                offset = at * self._row * pair.dtype.itemsize
-                room = box.at(owner, offset, pair.numel(parcel.length), pair.dtype)
-                targets += [view.transpose(1, 2) for view in pair.views(room, parcel.length)]
+                offset = at * self._row * item
+                for index, tensor in enumerate((self._key, self._value)):
+                    stride = parcel.length * tensor.size(1) * tensor.size(3) * item
+                    moves += box.move(
+                        2 * parcel.tile + index, parcel.start, parcel.length, owner, offset, stride
+                    )
+                    offset += tensor.size(0) * stride
             coming = box.at(self._ring.rank, 0, sum(plan.coming) * self._row, pair.dtype)
-            found = box.views[place] = targets, self._views(coming)
+            found = box.views[place] = moves, self._views(coming)
         return found
 
     def _views(self, received: Tensor) -> list[KeyShare]:
@@ -161,10 +169,3 @@ def _plan_of(geometry: Geometry, rank: int, parcels_of) -> _Plan:
         tuple(positions(sender, rank) for sender in ranks),
         max(sum(positions(sender, owner) for sender in ranks) for owner in ranks),
     )
-
-
-def _part(shares: list[KeyShare], parcel: Parcel) -> KeyShare:
-    """What a parcel carries, and where it belongs among the owner's keys."""
-    share = shares[parcel.tile]
-    keys = slice(parcel.start, parcel.start + parcel.length)
-    return KeyShare(share.dk[:, :, keys], share.dv[:, :, keys], parcel.place, share.row)

@@ -49,6 +49,9 @@ for _schema in (
     # in flags and take others.
     "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
     " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
+    # The same with rows of sources (B, S, ...); for each copy what :meth:`Mailbox.move` gives.
+    "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
+    " int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
     # Let the stream wait for the current one, or the other way round.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -56,6 +59,7 @@ for _schema in (
 
 _raise_flags = torch.ops.cp_dispatch.raise_flags.default
 _push_slabs = torch.ops.cp_dispatch.push_slabs.default
+_push_rows = torch.ops.cp_dispatch.push_rows.default
 _join_streams = torch.ops.cp_dispatch.join_streams.default
 
 #: Bytes of the flags, ahead of the room.
@@ -94,6 +98,13 @@ class Mailbox:
         start = _HEADER + offset
         return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
 
+    def move(
+        self, source: int, first: int, rows: int, rank: int, offset: int, stride: int
+    ) -> list[int]:
+        """One of the ``moves`` of :meth:`push_rows`: rows of the source of that number to a rank's
+        room, ``offset`` bytes from its start and ``stride`` between batch rows."""
+        return [source, first, rows, self._memory[rank].data_ptr() + _HEADER + offset, stride]
+
     def forget_many(self) -> None:
         """Keep ``views`` small where shapes change all the time."""
         if len(self.views) >= 64:
@@ -130,15 +141,22 @@ class Mailbox:
         # Another stream reads memory that the current one would give away once it is freed.
         self._reading = sources
 
-    def open_and_push(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """:meth:`open` and :meth:`push` with all peers, at little more than one's host cost."""
-        if torch.cuda.is_current_stream_capturing():
-            self.is_in_a_graph = True
+    def push_rows(
+        self,
+        sources: Sequence[Tensor],
+        moves: list[int],
+        ready_at_open: bool = False,
+        opens: bool = False,
+    ) -> None:
+        """As :meth:`push`, with all peers, for moves that are the same at every call: numbers that
+        :meth:`move` gave, one after the other. ``opens``: the call is :meth:`open` too."""
         peers = self._peers
-        _push_slabs(
-            targets, sources, self._own, _of(self._there[_FREE], peers),
+        if opens and torch.cuda.is_current_stream_capturing():
+            self.is_in_a_graph = True
+        _push_rows(
+            sources, self._own, moves, _of(self._there[_FREE], peers) if opens else (),
             _of(self._here[_FREE], peers), _of(self._there[_FULL], peers),
-            _of(self._here[_FULL], peers), self._stream, True,
+            _of(self._here[_FULL], peers), self._stream, not ready_at_open,
         )  # fmt: skip
         self._reading = sources
 

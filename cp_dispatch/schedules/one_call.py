@@ -9,20 +9,24 @@ to the keys' owners as a gather does (:mod:`key_shares`).
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Geometry, Tile, laid_out
-from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
+from cp_dispatch.layouts import Geometry, laid_out
+from cp_dispatch.merge import to_token_major
 from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.prefix_keys import prefix_keys
-from cp_dispatch.schedules.prefix_plan import keys_of, prefix_parcels, prefixes_of
+from cp_dispatch.schedules.prefix_plan import (
+    gradient_parcels,
+    most_keys,
+    prefix_parcels,
+    prefixes_of,
+)
 from cp_dispatch.schedules.ranges import part
 from cp_dispatch.schedules.transfer import Transfer
 
@@ -52,12 +56,8 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
         else:
             out, lse = job.backend.forward(query, *there, None, False, job.scale)
         keys.release()
-    dtype = job.backend.output_dtype(query.dtype)
-    tile = _whole(query.size(2))
-    lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-    result = OutputAccumulator(query, value.size(-1), (tile,), dtype, lse_dtype)
-    result.add(out, lse, tile)
-    return result.finish()
+    lse = lse.to(job.backend.logsumexp_dtype(query.dtype)).contiguous()
+    return to_token_major(out, job.backend.output_dtype(query.dtype)), lse
 
 
 def backward(
@@ -76,7 +76,7 @@ def backward(
     sums = None
     if key_grad:
         dtype = job.backend.gradient_dtype(key.dtype)
-        sums = KeyShares(key, value, job.geometry, job.ring, dtype, prefix_parcels)
+        sums = KeyShares(key, value, job.geometry, job.ring, dtype, gradient_parcels)
         sums.open()
     prefixes = prefixes_of(job.geometry, job.rank)
     try:
@@ -91,26 +91,12 @@ def backward(
         if sums is not None:
             sums.give_up()
         raise
-    tile = _whole(query.size(2))
-    query_grad = QueryGradient(query, (tile,))
-    query_grad.add(dq, tile)
     if sums is None:
-        return query_grad.finish(), None, None, None
-    shares, start = [], 0
-    for prefix in prefixes:
-        shares.append(
-            KeyShare(dk.narrow(2, start, prefix.keys), dv.narrow(2, start, prefix.keys), 0, None)
-        )
-        start += prefix.keys
-    sums.start(shares)
-    del dk, dv, shares
-    dq = query_grad.finish()
+        return to_token_major(dq, query.dtype), None, None, None
+    sums.start([KeyShare(dk, dv, 0, None)])
+    del dk, dv
+    dq = to_token_major(dq, query.dtype)
     return dq, *sums.finish([]), None
-
-
-@functools.lru_cache(maxsize=64)
-def _whole(length: int) -> Tile:
-    return Tile(0, length, 0, length, False, (), ())
 
 
 # -- What it costs, see cp_dispatch.report --------------------------------------------------------
@@ -132,7 +118,7 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     query, _, value = plan.shards
     ranks = range(plan.world_size)
     owned = sum(map(plan.geometry.key_length, ranks)) * plan.key_row_bytes
-    seen = max(keys_of(plan.geometry, rank) for rank in ranks) * plan.key_row_bytes
+    seen = most_keys(plan.geometry) * plan.key_row_bytes
     rows = math.prod(query[:3])
     output = rows * value[3] * plan.output_itemsize + rows * plan.lse_itemsize
     sums = 3 * seen // plan.dtype.itemsize * plan.gradient_itemsize

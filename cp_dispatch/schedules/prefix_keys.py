@@ -12,14 +12,19 @@ from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 from cp_dispatch.schedules.pair import Pair
-from cp_dispatch.schedules.prefix_plan import keys_of, prefix_parcels, prefixes_of
+from cp_dispatch.schedules.prefix_plan import (
+    keys_of,
+    most_keys,
+    prefix_parcels,
+    prefix_starts,
+)
 
 
 def prefix_keys(
     key: Tensor, value: Tensor, geometry: Geometry, ring: Ring
 ) -> GatheredPrefixes | PushedPrefixes:
     """The prefixes of this rank: ``come()`` moves them here."""
-    rows = max(keys_of(geometry, rank) for rank in range(ring.world_size))
+    rows = most_keys(geometry)
     per_key = (key.nbytes + value.nbytes) // max(1, key.size(2))
     # The same on every rank, or they would not all make the room.
     box = ring.mailbox("prefixes", _aligned(rows * per_key) + _GRAIN)
@@ -74,16 +79,11 @@ class PushedPrefixes:
         if rooms is None:
             box.forget_many()
             rooms = box.views[place] = _rooms(key, value, geometry, ring, box)
-        self._targets, self._sources, self._own = rooms
+        self._moves, self._own = rooms
 
     def come(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredPrefixes.come`."""
-        rows = rows_for(self._tensors)
-        pieces = [
-            rows[index] if place is None else rows[index].narrow(1, *place)
-            for index, place in self._sources
-        ]
-        self._box.open_and_push(self._targets, pieces)
+        self._box.push_rows(rows_for(self._tensors), self._moves, opens=True)
         self._box.wait()
         return self._own
 
@@ -93,41 +93,29 @@ class PushedPrefixes:
 
 
 def _rooms(key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
-    """Where keys and values go, from which rows of which of the two (None: all), and the views of
-    what comes."""
-    targets, sources = [], []
-    length = key.size(2)
+    """Where keys and values go, as ``moves`` of :class:`Mailbox`, and the views of what comes."""
+    moves = []
     for step in range(ring.world_size):
         # No two ranks push to one at a time; the nearest first, oneself last.
         peer = (ring.rank + 1 + step) % ring.world_size
-        starts = _starts(geometry, peer)
-        views = _views(key, value, geometry, box, peer)
+        starts, keys = prefix_starts(geometry, peer), keys_of(geometry, peer)
         for parcel in prefix_parcels(geometry, peer, ring.rank):
             at = starts[parcel.tile] + parcel.start
-            place = None if parcel.length == length else (parcel.place, parcel.length)
-            for index, view in enumerate(views):
-                targets.append(view[:, at : at + parcel.length])
-                sources.append((index, place))
-    own = tuple(x.transpose(1, 2) for x in _views(key, value, geometry, box, ring.rank))
-    return targets, sources, own
-
-
-def _starts(geometry: Geometry, rank: int) -> list[int]:
-    starts, end = [], 0
-    for prefix in prefixes_of(geometry, rank):
-        starts.append(end)
-        end += prefix.keys
-    return starts
-
-
-def _views(key: Tensor, value: Tensor, geometry: Geometry, box: Mailbox, rank: int):
-    views, offset = [], 0
+            offset = 0
+            for index, tensor in enumerate((key, value)):
+                row = tensor.size(1) * tensor.size(3) * tensor.itemsize
+                moves += box.move(
+                    index, parcel.place, parcel.length, peer, offset + at * row, keys * row
+                )
+                offset += _aligned(tensor.size(0) * keys * row)
+    own, offset, keys = [], 0, keys_of(geometry, ring.rank)
     for tensor in (key, value):
         batch, heads, _, dim = tensor.shape
-        shape = batch, keys_of(geometry, rank), heads, dim
-        views.append(box.at(rank, offset, math.prod(shape), tensor.dtype).view(shape))
-        offset = _aligned(views[0].nbytes)
-    return views
+        shape = batch, keys, heads, dim
+        view = box.at(ring.rank, offset, math.prod(shape), tensor.dtype).view(shape)
+        own.append(view.transpose(1, 2))
+        offset += _aligned(view.nbytes)
+    return moves, tuple(own)
 
 
 _GRAIN = 256

@@ -8,6 +8,7 @@ whose diagonal ends at the bottom right. For head-tail order, where rank r owns 
 from __future__ import annotations
 
 import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 from cp_dispatch.layouts import Geometry
@@ -67,9 +68,22 @@ def prefixes_of(geometry: Geometry, rank: int) -> tuple[Prefix, ...]:
     return (Prefix(geometry.query_length(rank), total),)
 
 
+@functools.lru_cache(maxsize=1024)
+def prefix_starts(geometry: Geometry, rank: int) -> tuple[int, ...]:
+    """Where a rank's prefixes start if one follows the other."""
+    return tuple(accumulate([0, *(x.keys for x in prefixes_of(geometry, rank)[:-1])]))
+
+
+@functools.lru_cache(maxsize=1024)
 def keys_of(geometry: Geometry, rank: int) -> int:
     """Keys of all prefixes of a rank, each prefix for itself."""
     return sum(prefix.keys for prefix in prefixes_of(geometry, rank))
+
+
+@functools.lru_cache(maxsize=256)
+def most_keys(geometry: Geometry) -> int:
+    """:func:`keys_of` the rank that has most."""
+    return max(keys_of(geometry, rank) for rank in range(geometry.world_size))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,6 +102,16 @@ def prefix_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, .
         ]
         place += span.length
     return tuple(parcels)
+
+
+@functools.lru_cache(maxsize=4096)
+def gradient_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
+    """:func:`prefix_parcels` of gradients, which are one tensor for all prefixes."""
+    starts = prefix_starts(geometry, rank)
+    return tuple(
+        parcel._replace(tile=0, start=starts[parcel.tile] + parcel.start)
+        for parcel in prefix_parcels(geometry, rank, owner)
+    )
 
 
 def pairs_of(geometry: Geometry, rank: int) -> int:

@@ -201,12 +201,12 @@ class ReturnedShares(_Hops):
         if len(shares) == 1 and window[1] == shares[0].dk.size(2) and shares[0].row is None:
             return window, shares[0][:2]
         whole = self._pair.views(self._pair.buffer(window[1]), window[1])
-        for total, index in zip(whole, (0, 1), strict=True):
-            rows = {share.row for share in shares}
-            everyone = range(total.size(0)) if rows != {None} else (None,)
-            for row in everyone:
-                into = total if row is None else total[row : row + 1]
-                add_up(into, [(s.start, s[index]) for s in shares if s.row == row])
+        rows = {share.row for share in shares}
+        for row in range(whole[0].size(0)) if rows != {None} else (None,):
+            into = whole if row is None else [x[row : row + 1] for x in whole]
+            own = [share for share in shares if share.row == row]
+            places = tuple((share.start, share.dk.size(2), 0) for share in own)
+            add_up(into, ([x.dk for x in own], [x.dv for x in own]), places)
         return window, whole
 
     def _room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:

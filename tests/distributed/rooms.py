@@ -6,6 +6,7 @@ the thread waits for.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -91,9 +92,27 @@ class Box:
         self._raise("full", peers)
         self._take("full", coming)
 
-    def open_and_push(self, targets, sources) -> None:
-        self.open()
-        self.push(targets, sources)
+    def move(self, source, first, rows, rank, offset, stride) -> list[int]:
+        assert 0 <= offset < len(self._memory[rank]), (offset, len(self._memory[rank]))
+        return [source, first, rows, self._memory[rank].data_ptr() + offset, stride]
+
+    def push_rows(self, sources, moves, ready_at_open=False, opens=False) -> None:
+        if opens:
+            self.open()
+        self._take("free", self._peers)
+        own = self._memory[self._rank].data_ptr()
+        for i in range(0, len(moves), 5):
+            index, first, rows, address, stride = moves[i : i + 5]
+            assert first + rows <= sources[index].size(1)
+            for row in range(sources[index].size(0)):
+                slab = sources[index][row, first : first + rows]
+                assert slab.is_contiguous() and stride >= 0
+                ctypes.memmove(address + row * stride, slab.data_ptr(), slab.nbytes)
+                if not own <= address < own + len(self._memory[self._rank]):
+                    name = self._key[1], self._rank
+                    self._rooms.sent[name] = self._rooms.sent.get(name, 0) + slab.nbytes
+        self._raise("full", self._peers)
+        self._take("full", self._peers)
 
     def wait(self) -> None:
         pass

@@ -13,7 +13,7 @@ import torch
 from cp_dispatch import extension, rows
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import merge_eager, merge_partials, token_major
-from cp_dispatch.parts import sum_parts, sum_parts_eager
+from cp_dispatch.parts import add_up, sum_parts, sum_parts_eager
 from cp_dispatch.permute import (
     inverse_permutation,
     pack_sequence,
@@ -35,7 +35,7 @@ DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch
 
 def test_kernels_are_loaded():
     for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials",
-               "sum_parts", "raise_flags", "push_slabs", "join_streams"):  # fmt: skip
+               "sum_parts", "raise_flags", "push_slabs", "push_rows", "join_streams"):  # fmt: skip
         assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
 
 
@@ -320,6 +320,12 @@ def test_large_more_than_two_billion_elements():
     assert out.sum(dtype=torch.int64) == 12 * 130
 
 
+def whole(sources, out):
+    """All sources in all rows of the one sum."""
+    numbers = (x for i in range(len(sources)) for x in (i, 0))
+    return [0, 0, out.size(2), len(sources), *numbers]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dim", [128, 64, 24, 7])
 @pytest.mark.parametrize("count", [1, 2, 7, 48])
@@ -332,7 +338,7 @@ def test_sum_parts(count, dim, dtype):
     sources[-1] = larger.transpose(1, 2)[:, :, 5:42]
     out, twin = (token_major(*shape, like=sources[0]) for _ in range(2))
     sum_parts(sources, out)
-    sum_parts_eager(sources, twin)
+    sum_parts_eager(sources, whole(sources, twin), [twin])
     assert torch.equal(out, twin)
 
 
@@ -341,8 +347,59 @@ def test_sum_of_wide_parts(narrow):
     sources = [torch.randn(2, 3, 33, 128, device="cuda") for _ in range(4)]
     out, twin = (torch.empty_like(sources[0], dtype=narrow) for _ in range(2))
     sum_parts(sources, out)
-    sum_parts_eager(sources, twin)
+    sum_parts_eager(sources, whole(sources, twin), [twin])
     assert torch.equal(out, twin)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_parts(seed):
+    """Some rows of each part, in one call for two sums; zeros where there is none."""
+    generator = torch.Generator().manual_seed(seed)
+    length, places = 37, []
+    totals = [torch.full((2, 3, length, dim), torch.nan, device="cuda") for dim in (64, 24)]
+    twins, parts = [x.clone() for x in totals], [[], []]
+    for _ in range(seed):
+        start, stop = sorted(torch.randint(length + 1, (2,), generator=generator).tolist())
+        places.append((start, stop - start, seed))
+        for total, own in zip(totals, parts, strict=True):
+            own.append(torch.randn(2, 3, 2 * seed + stop - start, total.size(3), device="cuda"))
+    add_up(totals, parts, tuple(places))
+    for twin, own, total in zip(twins, parts, totals, strict=True):
+        twin.zero_()
+        for part, (start, count, first) in zip(own, places, strict=True):
+            twin[:, :, start : start + count] += part[:, :, first : first + count]
+        torch.testing.assert_close(total, twin)
+
+
+def test_sums_refuse_what_is_not_there():
+    part, out = (torch.zeros(1, 1, 4, 8, device="cuda") for _ in range(2))
+    for pieces in ([0, 0, 4, 1, 1, 0], [1, 0, 4, 1, 0, 0], [0, 1, 4, 1, 0, 0], [0, 0, 4, 1, 0, 1],
+                   [0, 0, 4, 2, 0, 0], [0, 0, 4]):  # fmt: skip
+        with pytest.raises(RuntimeError, match="no such|rows that|too early"):
+            torch.ops.cp_dispatch.sum_parts([part], pieces, [out])
+
+
+def test_push_rows():
+    """Rows of sources to addresses, as slabs."""
+    sources = [torch.randn(3, 40, 2, 16, device="cuda"), torch.randn(3, 50, 9, device="cuda")]
+    targets = [torch.zeros(3, 90, 2, 16, device="cuda"), torch.zeros(3, 60, 9, device="cuda")]
+    expected, stream, moves = [x.clone() for x in targets], torch.cuda.Stream(), []
+    for index, first, count, at in ((0, 30, 10, 20), (1, 0, 50, 3), (0, 0, 7, 0), (1, 4, 0, 0)):
+        target = targets[index]
+        address = target.data_ptr() + at * target.stride(1) * 4
+        moves += [index, first, count, address, target.stride(0) * 4]
+        expected[index][:, at : at + count] = sources[index][:, first : first + count]
+    push_rows = torch.ops.cp_dispatch.push_rows
+    push_rows(sources, targets[0], moves, [], [], [], [], stream.cuda_stream, True)
+    torch.ops.cp_dispatch.join_streams(targets[0], stream.cuda_stream, False)
+    for target, want in zip(targets, expected, strict=True):
+        assert torch.equal(target, want)
+    for wrong, words in (([2, 0, 1, 0, 0], "no such"), ([0, 38, 3, 0, 0], "does not have"),
+                         ([0, 0, 1], "five numbers")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=words):
+            push_rows(sources, targets[0], wrong, [], [], [], [], stream.cuda_stream, True)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        push_rows([sources[0][:, :, :1]], targets[0], [], [], [], [], [], stream.cuda_stream, True)
 
 
 def addresses(flags):
