@@ -41,6 +41,8 @@ def options():
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=32, help="of each rank")
     parser.add_argument("--fake", type=int, metavar="RANKS", help="one process, no communication")
+    parser.add_argument("--one-thread", action="store_true", help="no autograd threads")
+    parser.add_argument("--only", action="append", help="candidates whose name holds this")
     parser.add_argument("--profile", metavar="SCHEDULE", help="cProfile of this schedule on rank 0")
     return parser.parse_args()
 
@@ -156,7 +158,10 @@ def main() -> None:
     with only:
         cells = [measure(call, args) for call in (case.local, case.local_both)]
         tell(f"| {'kernels alone, local':32} | {cells[0] * 1e6:.0f} | {cells[1] * 1e6:.0f} |")
+        torch.autograd.set_multithreading_enabled(not args.one_thread)
         for name, way in candidates(args, mesh.size()):
+            if args.only and not any(part in name for part in args.only):
+                continue
             try:
                 with way:
                     cells = [f"{measure(f, args) * 1e6:.0f}" for f in (case.forward, case.both)]
