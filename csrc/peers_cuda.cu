@@ -92,14 +92,15 @@ Slab slab_of(Tensor& target, const Tensor& source) {
                   "a tensor and its copy must be alike and on GPUs");
   const int64_t item = static_cast<int64_t>(target.element_size());
   int64_t bytes = item;
+  for (int64_t d = 0; d < target.dim(); ++d) {
+    STD_TORCH_CHECK(target.size(d) == source.size(d), "sizes differ in dim ", d);
+  }
+  if (target.numel() == 0) return {};
   for (int64_t d = target.dim() - 1; d > 0; --d) {
     STD_TORCH_CHECK(target.size(d) == 1 || (target.stride(d) * item == bytes &&
                                             source.stride(d) * item == bytes),
                     "a batch row must be contiguous");
     bytes *= target.size(d);
-  }
-  for (int64_t d = 0; d < target.dim(); ++d) {
-    STD_TORCH_CHECK(target.size(d) == source.size(d), "sizes differ in dim ", d);
   }
   const bool one = target.size(0) == 1;
   return {target.mutable_data_ptr(),
@@ -215,6 +216,10 @@ void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64
   found.reserve(sources.size());
   for (const Tensor& x : sources) {
     STD_TORCH_CHECK(x.is_cuda() && x.dim() > 1, "a source must be (B, S, ...) on a GPU");
+    if (x.numel() == 0) {
+      found.push_back({nullptr, 0, 0, x.size(1), x.size(0)});
+      continue;
+    }
     int64_t row = static_cast<int64_t>(x.element_size());
     const int64_t item = row;
     for (int64_t d = x.dim() - 1; d > 0; --d) {

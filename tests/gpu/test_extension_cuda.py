@@ -398,6 +398,9 @@ def test_push_rows():
                          ([0, 0, 1], "five numbers")):  # fmt: skip
         with pytest.raises(RuntimeError, match=words):
             push_rows(sources, targets[0], wrong, [], [], [], [], stream.cuda_stream, True)
+    # Nothing of nothing.
+    push_rows([x[:, :, :0] for x in sources], targets[0], moves, [], [], [], [],
+              stream.cuda_stream, True)  # fmt: skip
     with pytest.raises(RuntimeError, match="contiguous"):
         push_rows([sources[0][:, :, :1]], targets[0], [], [], [], [], [], stream.cuda_stream, True)
 
