@@ -5,7 +5,10 @@
 namespace cp_dispatch {
 namespace {
 
-constexpr int kInFlight = 4;
+// What a thread has in flight: so many rows of so many packs. Where a row's sources are is two reads
+// away, which takes longer than the row itself if a thread has little of it.
+constexpr int kInFlight = 2;
+constexpr int kPacks = 4;
 
 template <typename T, typename Acc, int N>
 __global__ void __launch_bounds__(kThreads)
@@ -19,32 +22,45 @@ __global__ void __launch_bounds__(kThreads)
   locate(job, at, source, target, index);
   const int64_t first = max(read_index(job, index), int64_t{0});
   const int64_t last = min(read_index(job, index + 1), places);
-  for (uint32_t c = column; c < job.units; c += columns) {
-    Acc sum[N] = {};
+  for (uint32_t c = column; c < job.units; c += columns * kPacks) {
+    Acc sum[kPacks][N] = {};
     // Several rows in flight; their order in the sum stays.
     for (int64_t j = first; j < last; j += kInFlight) {
-      Pack<T, N> packs[kInFlight];
+      Pack<T, N> packs[kInFlight][kPacks];
       bool inside[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         const int64_t row = j + i < last ? order[j + i] : -1;
         inside[i] = row >= 0 && row < job.rows;
-        if (inside[i]) {
-          packs[i] = reinterpret_cast<const Pack<T, N>*>(job.source + source +
-                                                         row * job.row_stride)[c];
+        const auto* from = reinterpret_cast<const Pack<T, N>*>(job.source + source +
+                                                               (inside[i] ? row : 0) *
+                                                                   job.row_stride);
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) {
+          const uint32_t unit = c + p * columns;
+          if (inside[i] && unit < job.units) packs[i][p] = from[unit];
         }
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         if (!inside[i]) continue;
 #pragma unroll
-        for (int k = 0; k < N; ++k) sum[k] += widen<Acc>(packs[i].values[k]);
+        for (int p = 0; p < kPacks; ++p) {
+          if (c + p * columns >= job.units) continue;
+#pragma unroll
+          for (int k = 0; k < N; ++k) sum[p][k] += widen<Acc>(packs[i][p].values[k]);
+        }
       }
     }
-    Pack<T, N> pack;
 #pragma unroll
-    for (int k = 0; k < N; ++k) pack.values[k] = narrow<T>(sum[k]);
-    reinterpret_cast<Pack<T, N>*>(job.target + target)[c] = pack;
+    for (int p = 0; p < kPacks; ++p) {
+      const uint32_t unit = c + p * columns;
+      if (unit >= job.units) continue;
+      Pack<T, N> pack;
+#pragma unroll
+      for (int k = 0; k < N; ++k) pack.values[k] = narrow<T>(sum[p][k]);
+      reinterpret_cast<Pack<T, N>*>(job.target + target)[unit] = pack;
+    }
   }
 }
 
@@ -55,7 +71,8 @@ void launch_sum(const RowCopy& whole, const int64_t* order, int64_t places, cuda
       Job job = make_job(copy);
       const bool wide = unit_of(copy) == 16;
       job.units = static_cast<uint32_t>(copy.run / (wide ? 16 : static_cast<int>(sizeof(T))));
-      while ((1u << job.columns_log2) < job.units && (1 << job.columns_log2) < kThreads) {
+      while ((kPacks << job.columns_log2) < static_cast<int>(job.units) &&
+             (1 << job.columns_log2) < kThreads) {
         ++job.columns_log2;
       }
       const uint32_t rows = kThreads >> job.columns_log2;

@@ -453,7 +453,9 @@ def test_flags_order_streams():
     """A stream that takes a flag waits until another has raised it, and puts it back."""
     flags, more = torch.zeros(2, 150, dtype=torch.int32, device="cuda")
     x, seen = (torch.zeros(1, 2**20, device="cuda") for _ in range(2))
-    waiting, raising, current = (torch.cuda.Stream() for _ in range(3))
+    # Another priority, so that what waits has no queue with what it waits for.
+    waiting = torch.cuda.Stream(priority=-1)
+    raising, current = (torch.cuda.Stream() for _ in range(2))
     for step in range(1, 4):
         torch.cuda.synchronize()
         push([seen], [x], waiting, first=addresses(more), take=addresses(flags))
