@@ -70,6 +70,7 @@ class GatheredKeys:
         """Key and value views of all positions, ``(B, Hkv, S, D)``, once they are there."""
         for work in self._works:
             work.wait()
+        self._works = None  # NCCL's hold what they wrote to
         return self._views(self._all)
 
     def release(self) -> None:

@@ -38,7 +38,7 @@ class KeyShares:
         self._plan = _plan_of(geometry, ring.rank, parcels)
         # Elements of one position; none where nothing is computed.
         self._row = self._pair.numel(1) if key.numel() and value.numel() else 0
-        self._is_open = False
+        self._is_open, self._work = False, None
         self._box = ring.mailbox("gradients", self._plan.largest * self._row * dtype.itemsize)
 
     def open(self) -> None:
@@ -86,6 +86,7 @@ class KeyShares:
         """dK and dV of this rank's own keys, with the shares of what it computed at home, in
         their dtype, token-major."""
         (self._box or self._work).wait()
+        self._work = None
         own = self._plan.own if self._shares else ()
         parts = [*shares, *(self._shares[parcel.tile] for parcel in own), *self._arrived]
         places = (

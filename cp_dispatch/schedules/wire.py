@@ -144,7 +144,7 @@ class Outward:
         """Key, query or whatever was sent, ``(B, heads, all rows, dim)`` views of one buffer."""
         self._work.wait()
         buffer = self._receive
-        self._send = self._receive = None
+        self._send = self._receive = self._work = None  # NCCL's holds what it wrote to
         if self._order is not None and buffer.numel():
             ordered = torch.empty_like(buffer)
             rows = self._order.there.size(-1)
@@ -206,7 +206,7 @@ class Homeward:
         """Write own rows of all heads into ``results``; what several ranks have of one head is
         added up, in ``results``' dtype."""
         self._work.wait()
-        self._send = self._held = None
+        self._send = self._held = self._work = None
         collect(self._wire.parts, self._wire.own_pairs(self._receive, results), results)
 
 

@@ -43,4 +43,7 @@ class Model(nn.Module):
                 x = checkpoint(self.block, x, i, **self.options)
             else:
                 x = self.block(x, i)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="mean")
+        logits = self.head(x).flatten(0, 1)
+        if logits.dtype.itemsize == 2:
+            logits = logits.float()  # a loss of 16 bits has steps of half a percent
+        return F.cross_entropy(logits, labels.flatten(), reduction="mean")

@@ -225,7 +225,8 @@ def trained(env: Env, dtype=torch.float32, compiler=None, **options) -> None:
         return
     true = torch.tensor(losses(exactly, None, dtype=torch.float64))
     mine, theirs = ((torch.tensor(x) - true).norm() for x in (got, single))
-    # A loss is one number, whose error on one device may be small by luck.
+    # A loss is one number, whose error on one device may be small by luck: what rounding the loss
+    # itself would cost is noise of that dtype as well.
     floor = (true.to(dtype).double() - true).norm()
     assert mine <= FACTOR * max(theirs, floor), (got, single, true)
 
