@@ -150,7 +150,8 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
         # The message, the gathered keys, and in the backward their gradients as the kernels give
         # them, as they are sent and as they come.
         gathered = (plan.world_size + 1) * dkv * narrow
-        exchanged = (dq * 2 + output * 4) * narrow * (plan.schedule != "gather")
+        # Halves of rows as they are sent and as they come.
+        exchanged = (dq + output * 2) * narrow * (plan.schedule != "gather")
         sums = 3 * plan.world_size * dkv * plan.gradient_itemsize
         return gathered + merging + exchanged, gathered + sums + summing + exchanged
     if plan.schedule in RINGS:

@@ -221,7 +221,10 @@ def _one_call(model: _Model, rank: int) -> float:
 def _mirrored_gather(model: _Model, rank: int) -> float:
     there = model.query_row + (2 * model.output_row if model.backward else 0)
     back = model.query_row if model.backward else model.output_row
-    return _exchange(model, rank, there) + _gather(model, rank) + _exchange(model, rank, back)
+    half = model.plan.geometry.query_length(rank) / 2
+    # Halves are used where they come; results are put in their place.
+    swaps = model.push(half * there, "shift") + model.push(half * back, "shift")
+    return swaps + _gather(model, rank) + model.copy(half * back)
 
 
 def _heads(model: _Model, rank: int) -> float:

@@ -10,8 +10,8 @@ so that what the hi rows see, hi of rank r + 1 to the end, is one range, and wha
 lo of ranks 0 to r - 1, is another: three kernels for any W, and one merge of each row. (Attention
 does not mind the order of the keys.)
 
-In natural order the queries alone are exchanged with the mirror rank
-(:mod:`cp_dispatch.schedules.mirror`); the keys are gathered in natural order, of which every row
+In natural order halves of the queries alone are swapped with the mirror rank
+(:mod:`cp_dispatch.schedules.half_swap`); the keys are gathered in natural order, of which every row
 sees a prefix.
 
 In the backward every rank sends its shares of dK and dV to the keys' owners while it computes what
@@ -21,27 +21,26 @@ is at home (:mod:`cp_dispatch.schedules.key_shares`).
 from __future__ import annotations
 
 import functools
-import math
 
 from torch import Tensor
 
-from cp_dispatch.layouts import Geometry, Tile, chunk_spans, laid_out
+from cp_dispatch.layouts import Geometry, Tile, laid_out
 from cp_dispatch.layouts.tiles import cut
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gather_plan import fits, plan_of
 from cp_dispatch.schedules.gathered import gathered_keys
 from cp_dispatch.schedules.gradients import mask_gradient
+from cp_dispatch.schedules.half_swap import HalfSwap, swapped
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
-from cp_dispatch.schedules.mirror import Exchange, pair_spans, to_natural, to_pairs
 from cp_dispatch.schedules.ranges import part
 
 __all__ = ["Gather", "MirroredGather", "fits", "plan_of"]
 
 
 class _Gather:
-    """``mirrored``: queries in natural order are exchanged with the mirror rank."""
+    """``mirrored``: halves of queries in natural order are swapped with the mirror rank."""
 
     def __init__(self, mirrored: bool):
         self.mirrored = mirrored
@@ -51,38 +50,36 @@ class _Gather:
     ) -> Geometry:
         if not self.mirrored:
             return laid_out(query_length, key_length, ring_shape, causal, layout)
-        return _mirrored(int(query_length), int(key_length), tuple(ring_shape), causal)
+        return swapped(int(query_length), int(key_length), tuple(ring_shape), causal)
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
-        plan = plan_of(job.geometry, job.rank)
-        exchange = to_pairs(job.ring, query) if self.mirrored else None
-        if exchange is not None:
-            (query,) = _for_home(exchange, _at_home(job.geometry, job.rank))
+        plan, rows, swap = plan_of(job.geometry, job.rank), query, None
+        if self.mirrored:
+            swap = HalfSwap(job.ring, (query,))
+            (rows,) = swap.rows
         keys = gathered_keys(key, value, job.geometry, job.ring)
         own, rest = _at_home(job.geometry, job.rank), plan.rest
         if query.numel() == 0:
             own, rest = (), ()
         dtype = job.backend.output_dtype(query.dtype)
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        halves = _are_halves(own, query, key, value) and job.dropout is None
+        halves = swap is None and job.dropout is None and _are_halves(own, query, key, value)
         done = (Tile(0, query.size(2), 0, query.size(2), True, (), ()),) if halves else own
         result = OutputAccumulator(query, value.size(-1), done + rest, dtype, lse_dtype)
         with keys.coming(), part("gather[home]"):
             if halves:
                 _forward_halves(job, query, key, value, result, *done)
             else:
-                forward_block(job, query, key, value, own, result)
-        if exchange is not None:
-            exchange.finish()
+                forward_block(job, rows, key, value, own, result)
         with part("gather[gathered]"):
-            forward_block(job, query, *keys.wait(), rest, result)
+            forward_block(job, rows, *keys.wait(), rest, result)
             keys.release()
         output, logsumexp = result.finish()
-        if not self.mirrored:
-            return output, logsumexp
-        output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1)).finish()
-        return output, logsumexp.squeeze(-1).contiguous()
+        if swap is not None:
+            swap.release()
+            HalfSwap(job.ring, (output, logsumexp)).replace()
+        return output, logsumexp
 
     def backward(
         self,
@@ -97,12 +94,11 @@ class _Gather:
         mask_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
-        plan = plan_of(job.geometry, job.rank)
-        exchange = None
+        plan, swap = plan_of(job.geometry, job.rank), None
+        rows = grad_output, query, output, logsumexp
         if self.mirrored:
-            exchange = to_pairs(job.ring, grad_output, query, output, logsumexp.unsqueeze(-1))
-            grad_output, query, output, logsumexp = _for_home(exchange, plan.own)
-            logsumexp = logsumexp.squeeze(-1)
+            swap = HalfSwap(job.ring, rows)
+            rows = swap.rows
         keys = gathered_keys(key, value, job.geometry, job.ring)
         own, rest = plan.own, plan.rest
         if query.numel() == 0:
@@ -111,11 +107,11 @@ class _Gather:
         query_grad = QueryGradient(query, own + rest)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
 
-        def block(block_key, block_value, block_tiles):
+        def block(block_key, block_value, tiles):
+            go, q, out, lse = rows
             return backward_block(
-                job, grad_output, query, block_key, block_value, output, logsumexp, block_tiles,
-                query_grad, grad_mask,
-            )  # fmt: skip
+                job, go, q, block_key, block_value, out, lse, tiles, query_grad, grad_mask
+            )
 
         sums = None
         if key_grad:
@@ -128,8 +124,6 @@ class _Gather:
         try:
             with keys.coming(), part("gather_backward[home]"):
                 shares = block(key, value, first)
-            if exchange is not None:
-                exchange.finish()
             with part("gather_backward[gathered]"):
                 of_others = block(*keys.wait(), rest)
                 keys.release()
@@ -145,28 +139,10 @@ class _Gather:
             shares += block(key, value, second)
         dk, dv = sums.finish(shares) if sums is not None else (None, None)
         dq = query_grad.finish()
-        if self.mirrored:
-            (dq,) = to_natural(job.ring, dq).finish()
+        if swap is not None:
+            swap.release()
+            HalfSwap(job.ring, (dq,)).replace()
         return dq, dk, dv, grad_mask
-
-
-@functools.lru_cache(maxsize=256)
-def _mirrored(
-    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
-) -> Geometry:
-    queries = pair_spans(query_length, math.prod(ring_shape))
-    return Geometry(queries, chunk_spans(key_length, ring_shape), causal)
-
-
-def _for_home(exchange: Exchange, own: tuple[Tile, ...]) -> list[Tensor]:
-    """What is on its way from the mirror rank: whole, unless what stayed is all that is needed
-    for the tiles at home."""
-    kept = exchange.kept
-    stays = all(
-        kept.start <= tile.query_start and tile.query_start + tile.query_length <= kept.stop
-        for tile in own
-    )
-    return exchange.tensors if stays else exchange.finish()
 
 
 @functools.lru_cache(maxsize=256)

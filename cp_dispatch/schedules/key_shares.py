@@ -3,7 +3,7 @@ and the owner adds up.
 
 The shares travel as the kernels gave them and are added in float32 (float64), so that nothing is
 rounded on the way. A rank sends about what it would to a reduce-scatter of the kernels' dtype, and
-in natural order half a shard more, for both halves of its rows have shares of some keys.
+in natural order up to a shard more, for both halves of its rows have shares of some keys.
 """
 
 from __future__ import annotations

@@ -147,10 +147,11 @@ class Mailbox:
         moves: list[int],
         ready_at_open: bool = False,
         opens: bool = False,
+        peers: Sequence[int] | None = None,
     ) -> None:
-        """As :meth:`push`, with all peers, for moves that are the same at every call: numbers that
-        :meth:`move` gave, one after the other. ``opens``: the call is :meth:`open` too."""
-        peers = self._peers
+        """As :meth:`push`, for moves that are the same at every call: numbers that :meth:`move`
+        gave, one after the other. ``opens``: the call is :meth:`open` too."""
+        peers = self._peers if peers is None else peers
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         _push_rows(

@@ -36,26 +36,19 @@ def pair_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
 
 
 class Exchange:
-    """Halves of tensors ``(B, H, S, D)`` on their way to the mirror rank and from it.
-
-    ``tensors`` are those to be; until :meth:`finish` they have only the half that stayed, rows
-    ``kept`` of each.
-    """
+    """Halves of tensors ``(B, H, S, D)`` on their way to the mirror rank and from it."""
 
     def __init__(self, ring: Ring, tensors: tuple[Tensor, ...], give: int, keep_at: int):
         self._ring, self._keep_at, self._peer = ring, keep_at, _mirror(ring)
         halves = [x.tensor_split(2, dim=2) for x in tensors]
         given = [half[give] for half in halves]
         box = ring.mailbox("halves", _message_bytes(given))
-        length = tensors[0].size(2)
-        self.kept = slice(0, length)
         self.tensors, self._work = list(tensors), None
         if self._peer == ring.rank:  # its own pieces are a pair
             if box is None:
                 nothing = tensors[0].new_empty(0)
                 ring.exchange(ring.rank, nothing, nothing).wait()
             return
-        self.kept = slice(keep_at * (length // 2), (keep_at + 1) * (length // 2))
         self._box = box
         if box is None:
             send, received = (given[0].new_empty(_message_bytes(given), dtype=torch.uint8)

@@ -96,10 +96,11 @@ class Box:
         assert 0 <= offset < len(self._memory[rank]), (offset, len(self._memory[rank]))
         return [source, first, rows, self._memory[rank].data_ptr() + offset, stride]
 
-    def push_rows(self, sources, moves, ready_at_open=False, opens=False) -> None:
+    def push_rows(self, sources, moves, ready_at_open=False, opens=False, peers=None) -> None:
+        peers = self._peers if peers is None else peers
         if opens:
-            self.open()
-        self._take("free", self._peers)
+            self.open(peers)
+        self._take("free", peers)
         own = self._memory[self._rank].data_ptr()
         for i in range(0, len(moves), 5):
             index, first, rows, address, stride = moves[i : i + 5]
@@ -111,8 +112,8 @@ class Box:
                 if not own <= address < own + len(self._memory[self._rank]):
                     name = self._key[1], self._rank
                     self._rooms.sent[name] = self._rooms.sent.get(name, 0) + slab.nbytes
-        self._raise("full", self._peers)
-        self._take("full", self._peers)
+        self._raise("full", peers)
+        self._take("full", peers)
 
     def wait(self) -> None:
         pass

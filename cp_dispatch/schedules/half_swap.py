@@ -1,0 +1,172 @@
+"""Second halves of a rank's rows for those of its mirror rank, in place: nothing is put together.
+
+In natural order rank r holds pieces 2r and 2r + 1 of 2W. It keeps the first where it is and swaps
+the second with rank W - 1 - r (see :mod:`cp_dispatch.schedules.mirror`): its rows are then pieces
+2r and 2W - 1 - 2r, in that order, in two tensors. Results go back the same way, and come into the
+rows that they replace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans
+from cp_dispatch.schedules.comm import Ring
+
+_ALIGNMENT = 16  # bytes, of each tensor in a message
+
+
+@functools.lru_cache(maxsize=256)
+def swapped(
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
+) -> Geometry:
+    """Who computes which rows: first one's own half, then the mirror's; keys in natural order."""
+    world_size = math.prod(ring_shape)
+    half = query_length // (2 * world_size)
+    queries = tuple(
+        (Span(2 * r * half, half), Span((2 * (world_size - r) - 1) * half, half))
+        if 2 * r != world_size - 1  # whose pieces follow each other
+        else (Span(2 * r * half, 2 * half),)
+        for r in range(world_size)
+    )
+    return Geometry(queries, chunk_spans(key_length, ring_shape), causal)
+
+
+class Halves:
+    """Rows of a tensor ``(B, H, S, ...)``, the second half of which comes from the mirror rank."""
+
+    def __init__(self, own: Tensor, swap: HalfSwap, index: int):
+        self._own, self._swap, self._index = own, swap, index
+
+    def rows_of(self, tile: Tile) -> Tensor:
+        """The rows of a tile; waits for the mirror's where it takes some."""
+        start, length, half = tile.query_start, tile.query_length, self._own.size(2) // 2
+        if start + length <= half or self._swap.is_alone:
+            return self._own.narrow(2, start, length)
+        second = self._swap.wait()[self._index]
+        if start >= half:
+            return second if length == half else second.narrow(2, start - half, length)
+        first = self._own.narrow(2, start, half - start)
+        return torch.cat([first, second.narrow(2, 0, start + length - half)], 2)
+
+
+class HalfSwap:
+    """Second halves of tensors ``(B, H, S, ...)`` on their way, alike in all but H and the last dim
+    on all ranks."""
+
+    def __init__(self, ring: Ring, tensors: Sequence[Tensor]):
+        self._ring, self._tensors = ring, tensors
+        self._peer = ring.world_size - 1 - ring.rank
+        #: The middle one of an odd number of ranks keeps both halves.
+        self.is_alone = self._peer == ring.rank
+        self._second: list[Tensor] | None = None
+        self._work = None
+        half = tensors[0].size(2) // 2
+        sizes = [x.nbytes // 2 for x in tensors]
+        self._box = ring.mailbox("halves", sum(map(_aligned, sizes)))
+        if self.is_alone:
+            if self._box is None:
+                nothing = tensors[0].new_empty(0)
+                ring.exchange(ring.rank, nothing, nothing).wait()
+            return
+        if self._box is None:
+            message = [tensors[0].new_empty(sum(map(_aligned, sizes)), dtype=torch.uint8)
+                       for _ in range(2)]  # fmt: skip
+            send, self._received = (_views(x, tensors) for x in message)
+            for view, x in zip(send, tensors, strict=True):
+                view.copy_(x.narrow(2, half, half))
+            self._work = ring.exchange(self._peer, *message)
+            return
+        place = "swap", *((x.shape, x.dtype) for x in tensors)
+        found = self._box.views.get(place)
+        if found is None:
+            self._box.forget_many()
+            found = self._box.views[place] = self._places(sizes)
+        moves, self._received = found
+        self._box.push_rows(
+            [_rows_first(x) for x in tensors], moves, opens=True, peers=(self._peer,)
+        )
+
+    def _places(self, sizes: list[int]) -> tuple[list[int], list[Tensor]]:
+        box, moves, offset = self._box, [], 0
+        half = self._tensors[0].size(2) // 2
+        for index, (x, size) in enumerate(zip(self._tensors, sizes, strict=True)):
+            if x.dim() == 4:
+                moves += box.move(index, half, half, self._peer, offset, size // max(1, x.size(0)))
+            else:  # packed: its second half alone
+                moves += box.move(
+                    index, 0, x.size(1), self._peer, offset, size // max(1, x.size(0))
+                )
+            offset += _aligned(size)
+        whole = box.at(self._ring.rank, 0, offset, torch.uint8)
+        return moves, _views(whole, self._tensors)
+
+    @property
+    def rows(self) -> list[Halves]:
+        """The tensors' rows."""
+        return [Halves(x, self, index) for index, x in enumerate(self._tensors)]
+
+    def wait(self) -> list[Tensor]:
+        """The mirror's halves."""
+        if self._second is None:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+            elif not self.is_alone:
+                self._box.wait()
+            half = self._tensors[0].size(2) // 2
+            self._second = (
+                [x.narrow(2, half, half) for x in self._tensors] if self.is_alone
+                else self._received
+            )  # fmt: skip
+        return self._second
+
+    def release(self) -> None:
+        """Nothing reads the mirror's halves any more."""
+        self.wait()  # also where no row wanted them: the flags must go
+        if self._box is not None and not self.is_alone:
+            self._box.release()
+
+    def replace(self) -> None:
+        """Put the mirror's halves in the place of those that went there."""
+        second = self.wait()
+        half = self._tensors[0].size(2) // 2
+        if not self.is_alone:
+            for x, received in zip(self._tensors, second, strict=True):
+                x.narrow(2, half, half).copy_(received)
+        self.release()
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """As moves take them: ``(B, S, H, D)`` with batch rows in one piece; of a tensor ``(B, H, S)``
+    the second half, ``(B, H, S / 2)``."""
+    if x.dim() == 3:
+        half = x.size(2) // 2
+        return x.narrow(2, half, half).contiguous()
+    rows = x.transpose(1, 2)
+    one = rows if rows.size(0) < 2 else rows[0]
+    return rows if one.is_contiguous() else rows.contiguous()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The second halves of tensors of several dtypes in one buffer, those with a last dim
+    token-major."""
+    views, offset = [], 0
+    for x in like:
+        size, half = x.nbytes // 2, x.size(2) // 2
+        part = message[offset : offset + size].view(x.dtype)
+        if x.dim() == 3:
+            views.append(part.view(x.size(0), x.size(1), half))
+        else:
+            views.append(part.view(x.size(0), half, x.size(1), x.size(3)).transpose(1, 2))
+        offset += _aligned(size)
+    return views
