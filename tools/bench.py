@@ -10,7 +10,8 @@ out of memory is a row too.
 "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same kernel in the same
 run; 100% means that nothing was lost by distributing. Times are CUDA events (host clock on CPU),
 the median of rounds, and the slowest rank counts. With ``--steps 1`` each round starts on idle GPUs
-and pays for the host's latency; more steps a round let the host run ahead, as it does in training.
+and pays for the host's latency; more steps a round let the host run ahead, as it does in training;
+``--cuda-graph`` replays steps without the host.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="back to back in a timed round")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--cuda-graph", action="store_true", help="time replays of captured steps")
     parser.add_argument("--skip", action="append", default=[], help="an implementation to skip")
     parser.add_argument(
         "--only", action="append", help="an implementation to run, beside one device"
@@ -206,6 +208,8 @@ def measure(step, args, cuda: bool) -> dict:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        if args.cuda_graph:
+            step = captured(step)
     times, host = [], []
     for _ in range(args.rounds):
         dist.barrier()
@@ -225,6 +229,25 @@ def measure(step, args, cuda: bool) -> dict:
     extra = (torch.cuda.max_memory_allocated() - before + _mailbox_bytes()) / 2**20 if cuda else 0.0
     row = worst_rank([statistics.median(times), statistics.median(host), extra], cuda)
     return dict(zip(("seconds", "host_seconds", "extra_mib"), row, strict=True))
+
+
+def captured(step):
+    """The step as a CUDA graph: what replays it, and what it has allocated stays."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is made at a first call must not be captured
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+
+    def replay():
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def worst_rank(values: list[float], cuda: bool) -> list[float]:
@@ -316,6 +339,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
         "causal": args.causal,
         "dtype": args.dtype,
         "steps": args.steps,
+        "cuda_graph": args.cuda_graph,
     }
     for name, implementation in wanted(args):
         for mode in ("fwd", "fwd+bwd"):
@@ -393,8 +417,8 @@ def show(row: dict) -> str:
 
 COLUMNS = (
     "implementation", "mode", "backend", "tokens_per_rank", "ranks", "heads", "head_dim", "batch",
-    "causal", "dtype", "steps", "schedule", "seconds", "host_seconds", "extra_mib", "kept",
-    "tflops_per_rank", "error", "card", "torch", "cuda", "date",
+    "causal", "dtype", "steps", "cuda_graph", "schedule", "seconds", "host_seconds", "extra_mib",
+    "kept", "tflops_per_rank", "error", "card", "torch", "cuda", "date",
 )  # fmt: skip
 
 

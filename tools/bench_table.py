@@ -40,6 +40,7 @@ def table(record: dict) -> str:
         f"{one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x {record['card']}, "
         f"{'causal' if one['causal'] else 'not causal'}, {one['dtype']}, {heads} query and "
         f"{key_heads} key/value heads of {one['head_dim']}, {one['steps']} steps per timed round, "
+        f"{'replayed as CUDA graphs, ' if one.get('cuda_graph') else ''}"
         f"torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)

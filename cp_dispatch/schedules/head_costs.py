@@ -17,9 +17,10 @@ from cp_dispatch.schedules.wire import Part, wire
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
-# A message shorter than this takes about as long as its launch; and with more stages the kernels
-# become small, while only the first and the last message are left to hide.
-_STAGE_BYTES = 16 * 2**20
+# Every stage costs the host close to a millisecond (2 H200s), as long as it takes to attend with
+# about so many bytes; and with more stages the kernels become small, while only the first and the
+# last message are left to hide.
+_STAGE_BYTES = 48 * 2**20
 _MOST_STAGES = 4
 
 
