@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.refusal import refusals
@@ -39,6 +40,8 @@ class FlexPlan:
         layout: in which order the shards lie, None for natural order.
         mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
         query_length, key_length: global lengths in positions.
+        groups: the key heads are cut into so many groups, and the keys of one travel while the
+            kernel of another computes (:mod:`cp_dispatch.flex.groups`); 1, nothing overlaps.
         key_row_bytes: bytes that one position of key and value takes on a rank.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
         rows_sent: key rows that each rank sends in a forward, where the block mask was looked at
@@ -54,6 +57,7 @@ class FlexPlan:
     query_length: int = 0
     key_length: int = 0
     key_row_bytes: int = 0
+    groups: int = 1
     reasons: tuple[str, ...] = ()
     rows_sent: tuple[int, ...] | None = None
     call: str = field(default="", compare=False)
@@ -124,6 +128,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         schedule, why = "replicated_keys", "each rank has all keys"
     else:
         schedule, why = _moving(options, call, ring)
+    groups = _groups(options, call, schedule, ring)
     return FlexPlan(
         "cp_dispatch",
         schedule,
@@ -133,8 +138,43 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         query.shape[2],
         key.shape[2],
         _key_row_bytes(call),
-        (why,),
+        groups,
+        (why, *_why_groups(groups)),
     )
+
+
+def _why_groups(groups: int) -> tuple[str, ...]:
+    if groups == 1:
+        return ()
+    return (
+        f"{groups} groups of key heads: the keys of one travel while the kernel of another "
+        "computes, and gradients go back so",
+    )
+
+
+def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ...]) -> int:
+    """How many groups of heads, from what all ranks know and a graph too."""
+    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
+    if schedule not in ("exchange", "gather") or not keys_travel(schedule, options.layout, masked):
+        return 1
+    mesh = call.query.device_mesh
+    ranks = math.prod(map(mesh.size, ring))
+    sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
+    heads, key_heads = int(call.query.shape[1]), int(call.key.shape[1])
+    batch = _local_batch(call.query)
+    if ranks == 1 or heads % sharers or key_heads % sharers:
+        return 1
+    key_length = int(call.key.shape[2])
+    return count_groups(
+        batch * (int(call.query.shape[2]) // ranks), heads // sharers, key_heads // sharers,
+        (key_length - key_length // ranks) * _key_row_bytes(call),
+    )  # fmt: skip
+
+
+def _local_batch(tensor) -> int:
+    """The most batch rows that a rank has."""
+    ranks = math.prod(tensor.device_mesh.size(dim) for dim in sharded_dims(tensor, 0))
+    return -(-int(tensor.shape[0]) // ranks)
 
 
 def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[str, str]:
@@ -151,7 +191,8 @@ def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[st
         why = f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
         return "exchange", f"{why}; {_WHY['exchange']}"
     if not all(_everyone_has_some(call.query, dim) for dim in (0, 1)):
-        return "exchange", f"no ring, for some rank has no batch row or head; {_WHY['exchange']}"
+        why = "no ring, for some rank has no batch row or head"
+        return "exchange", f"{why}; {_WHY['exchange']}"
     return "ring", _WHY["ring"]
 
 

@@ -161,6 +161,19 @@ class Mailbox:
         )  # fmt: skip
         self._reading = sources
 
+    def pull(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], first: bool, last: bool
+    ) -> None:
+        """Start copying from rooms of peers, who have called :meth:`open` when they are full: the
+        flags the other way round, "free" that a room can be read and "full" that it was. The first
+        of several pulls waits for all peers' rooms, the last one until they have read this one."""
+        here, there = self._here, self._there
+        _push_slabs(
+            targets, sources, self._own, (), _of(here[_FREE], self._peers) if first else (),
+            _of(there[_FULL], self._peers) if last else (),
+            _of(here[_FULL], self._peers) if last else (), self._stream, False,
+        )  # fmt: skip
+
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
         _join_streams(self._own, self._stream, False)

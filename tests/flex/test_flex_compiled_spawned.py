@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_dispatch
 from cp_dispatch import HeadTail
+from cp_dispatch.flex import flight
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 from tests.flex.problems import (
@@ -23,7 +24,7 @@ from tests.flex.problems import (
     gradients_on_cpu,
     one_device,
 )
-from tests.flex.sharded import run_sharded
+from tests.flex.sharded import in_groups, run_sharded
 
 
 class Graphs:
@@ -104,6 +105,30 @@ def compiled_ring(env: Env) -> None:
         assert forward[hop] == forward[CUT] == forward["flex_attention"] == env.world_size
         assert backward[hop] == backward[back] == env.world_size
         assert backward["flex_attention_backward"] == env.world_size
+
+
+def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
+    """As exact as one device, all groups of heads in one graph; what starts and what takes is the
+    graph's own, and a second call compiles nothing."""
+    torch._dynamo.reset()
+    graphs, count = Graphs(), problem.key_heads
+    attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+    layout = HeadTail(problem.length, env.world_size) if layout else None
+    with gradients_on_cpu(), in_groups(), cp_dispatch.enabled(layout=layout):
+        single = one_device(problem)
+        for again in (False, True):
+            with torch._dynamo.config.patch(error_on_recompile=again):
+                got = run_sharded(problem, env.mesh(), layout=layout, attend=attend)
+            check(got, exact(problem), single)
+    assert not flight._flights, "tokens are gone, and what they stood for with them"
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    start, arrive, give, collect = (
+        f"cp_dispatch.flex_{name}.default" for name in ("start", "arrive", "give", "collect")
+    )
+    assert forward == {CUT: 1, start: 1, arrive: count, "flex_attention": count}, forward
+    assert backward == {
+        start: 1, arrive: count, give: count, collect: 1, "flex_attention_backward": count,
+    }, backward  # fmt: skip
 
 
 def documents_of_other_lengths(env: Env) -> None:
@@ -220,10 +245,16 @@ def follows_the_setting(env: Env) -> None:
     assert len(graphs.forward) == 2
 
 
-def inductor(env: Env) -> None:
+def inductor_groups(env: Env) -> None:
+    with in_groups():
+        for kind in ("by head", "documents"):
+            inductor(env, FlexProblem(kind, 250, block=64))
+
+
+def inductor(env: Env, problem=None) -> None:
     """The kernel that inductor makes for CPU (which has no backward); the second time from torch's
     caches, which all ranks share and whose keys must tell them apart."""
-    problem = FlexProblem("documents", 250, block=64)
+    problem = problem or FlexProblem("documents", 250, block=64)
     mods = problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
     inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in problem.tensors()[:3]]
@@ -245,11 +276,18 @@ CASES = {
         alone, problem=FlexProblem("documents", 192), compile_what="function"
     ),
     "ring": compiled_ring,
+    "groups": functools.partial(
+        compiled_groups, problem=FlexProblem("relative bias", 250, block=32, batch=1)
+    ),
+    "groups, by head": functools.partial(
+        compiled_groups, problem=FlexProblem("by head", 192, block=32), layout=True
+    ),
     "documents of other lengths": documents_of_other_lengths,
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
     "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),
     "follows the setting": follows_the_setting,
     "inductor": inductor,
+    "inductor, groups": inductor_groups,
 }
 
 

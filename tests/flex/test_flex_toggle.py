@@ -212,6 +212,33 @@ def test_explain_tells_what_moves():
     assert plain.handler == "stock"
 
 
+def test_explain_tells_groups():
+    """By lengths, heads and the setting alone: 8,192 rows of 32 heads, with rows as heads."""
+    shapes = [(1, heads, 4096, 128) for heads in (256, 64, 64)]
+    mask = create_block_mask(causal, None, None, 4096, 4096, "cpu")
+    with fake_ranks(4) as mesh:
+        x = [outline(mesh, shape) for shape in shapes]
+
+        def groups(schedule="auto", layout=None, mask=mask, tensors=x) -> int:
+            with cp_dispatch.enabled(schedule=schedule, layout=layout):
+                plan = cp_dispatch.explain_flex(*tensors, mask)
+            assert (f"{plan.groups} groups of key heads" in str(plan)) == (plan.groups > 1)
+            return plan.groups
+
+        layout = HeadTail(4096, 4)
+        assert groups() == 1, "who knows what a mask in natural order will hold"
+        assert groups(layout=layout) == groups(schedule="gather") == groups(mask=None) == 4
+        assert groups(schedule="ring", layout=layout) == 1
+        few = [x[0], *(outline(mesh, (1, 2, 4096, n)) for n in (128, 512))]
+        assert groups(layout=layout, tensors=few) == 2
+        short = [outline(mesh, (1, n, 1024, 128)) for n in (256, 64, 64)]
+        small = create_block_mask(causal, None, None, 1024, 1024, "cpu")
+        assert groups(layout=HeadTail(1024, 4), mask=small, tensors=short) == 1
+        whole = (Replicate(),)
+        keys = [x[0], *(outline(mesh, shape, whole) for shape in shapes[1:])]
+        assert groups(layout=layout, tensors=keys) == 1, "they are there"
+
+
 def test_explain_of_a_ring():
     with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule="natural_ring"):
         plan = cp_dispatch.explain_flex(*[outline(mesh, SHAPE)] * 3, mask_of(64))
