@@ -19,6 +19,9 @@ from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.options import Options
 
 _RINGS = ("ring", "natural_ring", "mirrored_ring")
+#: Bytes of keys and values of all positions from which on "auto" is a ring, where that fits: a
+#: backward would take twice as much, and a graph cannot know that its masks need fewer.
+RING_FROM = 2**33
 _WHY = {
     "exchange": "only keys that some row of a rank computes are sent to it, or all to all where "
     "most are needed",
@@ -181,19 +184,22 @@ def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[st
     """The schedule of a call whose keys are sharded, and why."""
     if options.schedule == "gather":
         return "gather", _WHY["gather"]
-    if options.schedule not in _RINGS:
+    size, why = int(call.key.shape[2]) * _key_row_bytes(call), ""
+    if options.schedule == "auto" and size > RING_FROM:
+        why = f"{size / 2**30:.1f} GiB of keys and values are too many to hold at a time; "
+    elif options.schedule not in _RINGS:
         return "exchange", _WHY["exchange"]
     mesh = call.query.device_mesh
     shape = tuple(map(mesh.size, ring))
     layout = "" if options.layout is None else options.layout.text
     lengths = int(call.query.shape[2]), int(call.key.shape[2])
     if not all(fits(ownership(length, shape, layout)) for length in lengths):
-        why = f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
+        why += f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
         return "exchange", f"{why}; {_WHY['exchange']}"
     if not all(_everyone_has_some(call.query, dim) for dim in (0, 1)):
-        why = "no ring, for some rank has no batch row or head"
+        why += "no ring, for some rank has no batch row or head"
         return "exchange", f"{why}; {_WHY['exchange']}"
-    return "ring", _WHY["ring"]
+    return "ring", why + _WHY["ring"]
 
 
 def _everyone_has_some(query, tensor_dim: int) -> bool:

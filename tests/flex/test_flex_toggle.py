@@ -251,6 +251,24 @@ def test_explain_of_a_ring():
         assert plan.schedule == "exchange" and "no ring, for some rank has no rows" in str(plan)
 
 
+def test_auto_is_a_ring_where_memory_asks_for_it():
+    """From 8 GiB of keys and values on, by lengths and layout alone."""
+    with fake_ranks(64) as mesh:
+
+        def plan(length: int, layout=None):
+            with cp_dispatch.enabled(layout=layout):
+                return cp_dispatch.explain_flex(*[outline(mesh, (1, 8, length, 128))] * 3)
+
+        half = 2**19  # 8 KiB a position
+        assert plan(2 * half).schedule == "exchange"
+        assert plan(2 * half + 64).schedule == "ring"
+        assert "8.0 GiB of keys and values are too many" in str(plan(2 * half + 64))
+        length = 2 * half + 1024
+        assert plan(length, HeadTail(length, 64)).schedule == "ring"
+        documents = plan(length, PerDocumentHeadTail([length // 8] * 8, 64))
+        assert documents.schedule == "exchange" and "no ring, for some rank" in str(documents)
+
+
 def test_local_rows_to_positions():
     spans = (Span(4, 3), Span(20, 2))
     place = pieces(spans)
