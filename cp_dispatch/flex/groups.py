@@ -31,7 +31,8 @@ from cp_dispatch.layouts import Balancer, Span
 LEAST_ROWS = 2**16
 #: Bytes that a group brings from other ranks; NVLink takes 20 us for them.
 LEAST_BYTES = 2**22
-_COUNTS = (4, 2)
+#: The numbers of groups that are tried.
+COUNTS = (4, 2)
 
 
 def keys_travel(schedule: str, layout: Balancer | None, masked: bool) -> bool:
@@ -42,7 +43,7 @@ def keys_travel(schedule: str, layout: Balancer | None, masked: bool) -> bool:
 
 def count_groups(rows: int, heads: int, key_heads: int, bytes_to_come: int) -> int:
     """How many groups, for so many query rows, query heads and key heads of a rank."""
-    for count in _COUNTS:
+    for count in COUNTS:
         if (
             key_heads % count == 0
             and rows * heads >= count * LEAST_ROWS
