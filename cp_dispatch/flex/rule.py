@@ -30,7 +30,7 @@ from cp_dispatch.flex.agreement import check_flex_agreement
 from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_tuple import MaskTuple
-from cp_dispatch.flex.plain import inside
+from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import nothing, outlines, wrap
@@ -45,7 +45,8 @@ def rules(current_options):
     leaves the call to torch."""
 
     def options_now():
-        if dynamo_traces() is not None:
+        # A call on plain shards has the guard of its block instead.
+        if dynamo_traces() is not None and not is_inside():
             note_trace("options of cp_dispatch", current_options)
         return current_options()
 

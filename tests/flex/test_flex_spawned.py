@@ -325,7 +325,7 @@ def block_refuses(env: Env) -> None:
         with pytest.raises(cp_dispatch.ContextParallelError, match="2 columns of blocks"):
             flex_attention(*own, block_mask=local)
         compiled = torch.compile(flex_attention, backend="aot_eager")
-        with pytest.raises(Exception, match="inside torch.compile"):
+        with pytest.raises(Exception, match="inductor does not compile"):
             compiled(*own)
     with context_parallel(mesh):
         with pytest.raises(cp_dispatch.ContextParallelError, match="no telling in which order"):

@@ -21,7 +21,16 @@ from cp_dispatch.flex import group_ops
 from cp_dispatch.flex.carriers import Collectives
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
-from tests.flex.problems import KINDS, FlexProblem, causal, check, documents, exact, one_device
+from tests.flex.problems import (
+    KINDS,
+    NAMES,
+    FlexProblem,
+    causal,
+    check,
+    documents,
+    exact,
+    one_device,
+)
 from tests.flex.sharded import ROWS, in_groups, run_sharded
 
 GPUS = torch.cuda.device_count()
@@ -237,6 +246,30 @@ def memory(env: Env, layout: bool = False) -> None:
     assert extra < allowed, f"{extra / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f} MiB"
 
 
+def plain_in_a_block(env: Env, kind: str, balancer: str | None) -> None:
+    """Plain shards inside context_parallel, compiled and trained; the second call compiles
+    nothing."""
+    torch._dynamo.reset()
+    problem, attend = FlexProblem(kind, 1024, heads=4, key_heads=4, dim=64, dtype=BF16), compiled()
+    mods = problem.mods(env.device)
+    for again in (False, True):
+        mask, tensors = problem.block_mask(mods, env.device), problem.tensors(env.device)
+        block = cp_dispatch.context_parallel(
+            env.mesh(), buffers=[*tensors, mask], buffer_seq_dims=[2] * 6, balancer=balancer
+        )
+        with block, torch._dynamo.config.patch(error_on_recompile=again):
+            leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+            results = problem.attend(*leaves, mods, mask, attend)
+            asked = leaves if mods.parameter is None else [*leaves, mods.parameter]
+            grads = torch.autograd.grad(results, asked, tensors[3:])
+            local = [x.detach().clone() for x in (*results, *grads[:3])]
+        layout = HeadTail(problem.length, env.world_size) if balancer else None
+        whole = cp_dispatch.unshard(env.mesh(), local, 2, layout)
+        got = dict(zip(NAMES, [*whole, *grads[3:]], strict=False))
+        if env.rank == 0:
+            check(got, exact(problem, env.device), one_device(problem, env.device, compiled()))
+
+
 def by_groups(env: Env, inner, nccl: bool = False, **how) -> None:
     """A case with its keys by groups of heads; ``nccl``: and without copy engines."""
     with in_groups() as found, pytest.MonkeyPatch.context() as patch:
@@ -356,6 +389,11 @@ for _nccl in (False, True):
           problem=FlexProblem("causal", 2048, heads=8, key_heads=4, dim=64, dtype=BF16),
           )  # fmt: skip
     _case(f"groups by {_how}, like one", groups_like_one, nccl=_nccl)
+for _balancer in (None, "head-tail"):
+    _case(f"plain in a block, {_balancer}", plain_in_a_block, kind="by head", balancer=_balancer)
+_case("plain in a block, bias", plain_in_a_block, kind="relative bias", balancer="head-tail")
+_case("groups, plain in a block", by_groups, inner=plain_in_a_block, kind="by head",
+      balancer="head-tail")  # fmt: skip
 _case("groups, own rows", by_groups, inner=own_rows, layout=True,
       problem=FlexProblem("by head", 2048, heads=4, key_heads=4, dim=64))  # fmt: skip
 _case("groups, model", by_groups, inner=model_in_one_graph)
