@@ -131,7 +131,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         schedule, why = "replicated_keys", "each rank has all keys"
     else:
         schedule, why = _moving(options, call, ring)
-    groups = _groups(options, call, schedule, ring)
+    groups, *why_groups = _groups(options, call, schedule, ring)
     return FlexPlan(
         "cp_dispatch",
         schedule,
@@ -142,36 +142,33 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         key.shape[2],
         _key_row_bytes(call),
         groups,
-        (why, *_why_groups(groups)),
+        (why, *why_groups),
     )
 
 
-def _why_groups(groups: int) -> tuple[str, ...]:
-    if groups == 1:
-        return ()
-    return (
-        f"{groups} groups of key heads: the keys of one travel while the kernel of another "
-        "computes, and gradients go back so",
-    )
-
-
-def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ...]) -> int:
-    """How many groups of heads, from what all ranks know and a graph too."""
-    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
-    if schedule not in ("exchange", "gather") or not keys_travel(schedule, options.layout, masked):
-        return 1
+def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ...]) -> tuple:
+    """How many groups of heads, from what all ranks know and a graph too, and why."""
     mesh = call.query.device_mesh
     ranks = math.prod(map(mesh.size, ring))
+    if schedule not in ("exchange", "gather") or ranks == 1:
+        return (1,)
+    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
+    if not keys_travel(schedule, options.layout, masked):
+        return 1, "one kernel, which waits for keys: in this order few are taken to travel"
     sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
     heads, key_heads = int(call.query.shape[1]), int(call.key.shape[1])
-    batch = _local_batch(call.query)
-    if ranks == 1 or heads % sharers or key_heads % sharers:
-        return 1
-    key_length = int(call.key.shape[2])
-    return count_groups(
-        batch * (int(call.query.shape[2]) // ranks), heads // sharers, key_heads // sharers,
-        (key_length - key_length // ranks) * _key_row_bytes(call),
-    )  # fmt: skip
+    count, key_length = 1, int(call.key.shape[2])
+    if heads % sharers == key_heads % sharers == 0:
+        count = count_groups(
+            _local_batch(call.query) * (int(call.query.shape[2]) // ranks), heads // sharers,
+            key_heads // sharers, (key_length - key_length // ranks) * _key_row_bytes(call),
+        )  # fmt: skip
+    if count == 1:
+        return 1, "one kernel, which waits for keys: too few rows, key heads or bytes for several"
+    return count, (
+        f"{count} groups of key heads: the keys of one travel while the kernel of another "
+        "computes, and gradients go back so"
+    )
 
 
 def _local_batch(tensor) -> int:

@@ -219,14 +219,18 @@ def test_explain_tells_groups():
     with fake_ranks(4) as mesh:
         x = [outline(mesh, shape) for shape in shapes]
 
+        reasons = []
+
         def groups(schedule="auto", layout=None, mask=mask, tensors=x) -> int:
             with cp_dispatch.enabled(schedule=schedule, layout=layout):
                 plan = cp_dispatch.explain_flex(*tensors, mask)
             assert (f"{plan.groups} groups of key heads" in str(plan)) == (plan.groups > 1)
+            reasons.append(str(plan))
             return plan.groups
 
         layout = HeadTail(4096, 4)
         assert groups() == 1, "who knows what a mask in natural order will hold"
+        assert "in this order few are taken to travel" in reasons[-1]
         assert groups(layout=layout) == groups(schedule="gather") == groups(mask=None) == 4
         assert groups(schedule="ring", layout=layout) == 1
         few = [x[0], *(outline(mesh, (1, 2, 4096, n)) for n in (128, 512))]
@@ -234,6 +238,7 @@ def test_explain_tells_groups():
         short = [outline(mesh, (1, n, 1024, 128)) for n in (256, 64, 64)]
         small = create_block_mask(causal, None, None, 1024, 1024, "cpu")
         assert groups(layout=HeadTail(1024, 4), mask=small, tensors=short) == 1
+        assert "too few rows, key heads or bytes" in reasons[-1]
         whole = (Replicate(),)
         keys = [x[0], *(outline(mesh, shape, whole) for shape in shapes[1:])]
         assert groups(layout=layout, tensors=keys) == 1, "they are there"
