@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from cp_dispatch._compat import disable_current_modes, resolve_group
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.flex import groups
+from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
 from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 from cp_dispatch.planner import constants_here
@@ -29,12 +31,13 @@ def tag(state: object | None) -> None:
     """Put ``state`` and the groups into the tag; None removes what was put."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None:
-        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS
+        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS
+        limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
 
         # What "auto" chooses hangs on the measured constants, what an op does on the version.
         constants = constants_here("cuda") if torch.cuda.is_available() else None
-        text = repr((__version__, *schemas, state, constants, sdp_flags(), sorted(_groups)))
+        text = repr((__version__, *schemas, limits, state, constants, sdp_flags(), sorted(_groups)))
         own += _MARK + hashlib.sha256(text.encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = own
 

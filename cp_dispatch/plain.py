@@ -80,8 +80,8 @@ def context_parallel(
     a padding mask ``(B, 1, 1, S)``, its shard ``(B, 1, 1, L)``, ``(S, S)`` and this rank's rows
     ``(L, S)`` do; ``(L, L)`` says nothing about the keys of other ranks, and raises.
 
-    ``flex_attention`` goes over ranks too, uncompiled, with its ``BlockMask`` among the buffers,
-    which has this rank's rows and lengths in the block. Other attention, such as
+    ``flex_attention`` goes over ranks too, uncompiled or by inductor, with its ``BlockMask`` among
+    the buffers, which has this rank's rows and lengths in the block. Other attention, such as
     ``nn.MultiheadAttention(need_weights=True)``, or under ``torch.vmap``, is not seen and stays
     local, as with torch.
 

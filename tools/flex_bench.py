@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 4 tools/flex_bench.py --tokens 8192 --tokens 32768
 
 "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same compiled kernel and
-the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward.
+the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward,
+"groups" the groups of heads whose keys travel beside kernels; ``--groups`` sets their number, and
+``CP_DISPATCH_COPY_ENGINES=0`` leaves them to NCCL.
 Times are those of ``tools/bench.py``. The JSON goes to ``tools/results/`` unless ``--out`` says
 otherwise.
 """
@@ -26,6 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.flex import groups
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -39,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--document-mean", type=int, default=4096)
     parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--groups", type=int, help="of heads, wherever keys are taken to travel")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="back to back in a timed round")
@@ -109,12 +113,12 @@ def compiled(problem: Problem):
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
-# Each implementation: problem -> (inputs, grad, call, bytes sent). Entered as a context.
+# Each implementation: problem -> (inputs, grad, call, (bytes sent, groups)). Entered as a context.
 @contextlib.contextmanager
 def one_device(problem: Problem):
     *inputs, grad = problem.tensors(problem.length)
     attend = compiled(problem)
-    yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), 0
+    yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), (0, 1)
 
 
 @contextlib.contextmanager
@@ -134,8 +138,8 @@ def ours(problem: Problem, schedule: str, balancer: str | None):
             for x in problem.tensors(problem.tokens)
         )
         plan = cp_dispatch.explain_flex(*inputs, problem.mask)
-        sent = max(map(plan.bytes_sent, range(ranks)))
-        yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), sent
+        moved = max(map(plan.bytes_sent, range(ranks))), plan.groups
+        yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), moved
 
 
 @contextlib.contextmanager
@@ -165,7 +169,7 @@ def torch_cp(problem: Problem, balancer: str):
         Attention(), problem.mesh
     )
     *inputs, grad = problem.tensors(problem.tokens)
-    yield inputs, grad, module, (ranks - 1) * problem.shard_bytes
+    yield inputs, grad, module, ((ranks - 1) * problem.shard_bytes, 1)
 
 
 IMPLEMENTATIONS = {
@@ -220,9 +224,9 @@ def run_point(problem: Problem, args, cuda: bool) -> list[dict]:
                 continue  # torch refuses FlexAttention gradients on CPU
             row = shape | {"implementation": name, "mode": mode}
             try:
-                with implementation(problem) as (inputs, grad, call, sent):
+                with implementation(problem) as (inputs, grad, call, (sent, parts)):
                     row |= measure(steps(inputs, grad, call)[mode], args, cuda)
-                    row["sent_mib"] = sent / 2**20
+                    row |= {"sent_mib": sent / 2**20, "groups": parts}
                 del inputs, grad, call
             except (RuntimeError, NotImplementedError, AssertionError) as error:
                 row["error"] = " ".join(f"{type(error).__name__} {error}".split())[:200]
@@ -249,12 +253,14 @@ def show(row: dict) -> str:
     text += f"  kept {row['kept'] * 100:5.1f}%" if "kept" in row else " " * 13
     return text + (
         f"  host {row['host_seconds'] * 1e3:7.3f} ms  extra {row['extra_mib']:7.0f} MiB"
-        f"  sent {row['sent_mib']:7.1f} MiB"
+        f"  sent {row['sent_mib']:7.1f} MiB in {row['groups']}"
     )
 
 
 def main() -> None:
     args = parse()
+    if args.groups:
+        groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES = (args.groups,), 0, 0
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     rank = dist.get_rank()

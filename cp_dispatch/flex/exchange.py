@@ -15,6 +15,7 @@ the inputs' dtype as the kernel gives them, and their owner adds them up in floa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,14 +25,11 @@ from torch import Tensor
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.flex.needs import Move, Needs, everything, moves, pays_to_gather
 from cp_dispatch.flex.ownership import Ownership
-from cp_dispatch.layouts import Span
-from cp_dispatch.permute import span_indices
+from cp_dispatch.flex.rows import Pairs, Selector, copy_all, pack_rows, split_rows
 
 # Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds
 # everybody's rows a second time.
 _AT_ONCE = 2**28
-# With more runs than this rows are copied by an index.
-_MAX_RUNS = 4
 
 
 class Exchange:
@@ -39,7 +37,8 @@ class Exchange:
 
     def __init__(self, needs: Needs, keys: Ownership, rank: int, device: torch.device):
         self.keys, self.rank = keys, rank
-        table, whole = moves(needs, keys), moves(everything(keys, keys), keys)
+        self.table = table = moves(needs, keys)
+        whole = moves(everything(keys, keys), keys)
         ranks = range(keys.world_size)
         self._own = _Place(whole[rank][rank], device)
         self._home = _Place(table[rank][rank], device)
@@ -62,16 +61,39 @@ class Exchange:
         takers = (place for rank, place in enumerate(self._to) if rank != self.rank)
         return any(place.rows for place in takers)
 
+    @functools.cached_property
+    def most_runs(self) -> int:
+        """The most runs of rows of others that some rank needs."""
+        ranks = range(self.keys.world_size)
+        return max(sum(len(self.table[o][t].pieces) for o in ranks if o != t) for t in ranks)
+
+    @functools.cached_property
+    def shares(self) -> list[list[int]]:
+        """``[taker][owner]``: of how many of another's rows the taker has shares of gradients."""
+        ranks = range(self.keys.world_size)
+        return [[0 if o == t else self.table[o][t].rows for o in ranks] for t in ranks]
+
     def bring(self, group, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """This rank's rows to ``buffer`` (see Note [Rows in place]) and to all who need them, and
         what this rank needs from all."""
-        into = buffer.flatten(2).flatten(0, 1)
+        copy_all(self.own_places(key, value, buffer))
+        self.fetch(group, buffer)
+
+    def own_places(self, key: Tensor, value: Tensor, buffer: Tensor) -> Pairs:
+        """``(a place in the buffer, the rows of this rank that belong there)``."""
         if self.keys.lanes > 1:
-            self._own.put(into, pack_rows([key, value], self.keys.lanes))
-        else:
-            views = split_rows(buffer, [key.size(3), value.size(3)])
-            for view, x in zip(views, (key, value), strict=True):
-                self._own.put(view.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
+            into = buffer.flatten(2).flatten(0, 1)
+            return list(self._own.pairs(into, pack_rows([key, value], self.keys.lanes)))
+        views = split_rows(buffer, [key.size(3), value.size(3)])
+        return [
+            pair
+            for view, x in zip(views, (key, value), strict=True)
+            for pair in self._own.pairs(view.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
+        ]
+
+    def fetch(self, group, buffer: Tensor) -> None:
+        """What this rank needs of others to ``buffer``, from where its own rows go to them."""
+        into = buffer.flatten(2).flatten(0, 1)
         if self.gathers:
             self._gather(group, into)
             return
@@ -95,27 +117,63 @@ class Exchange:
     def bring_back(self, group, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Sums of the ``parts`` (places, n) that ranks computed, into ``shards`` (rows, n) of the
         owners; both lists hold dK and dV."""
-        for part, shard in zip(parts, shards, strict=True):
-            if self._home.rows < shard.size(0):
-                shard.zero_()
-            self._home.put_in_shard(shard, self._home.taken(part))
+        self.keep(parts, shards)
         size = parts[0].element_size()
         # Few rows go together, many one tensor after the other.
         together = [list(range(len(parts)))]
         if self._bytes(sum(part.size(1) for part in parts) * size) > _AT_ONCE:
             together = [[i] for i in range(len(parts))]
         for indices in together:
-            columns = [parts[i].size(1) for i in indices]
-            for owners, takers in self._steps(sum(columns) * size):
+            width = sum(parts[i].size(1) for i in indices) * size
+            for owners, takers in self._steps(width):
                 rows = {
                     owner: _side_by_side([self._of[owner].taken(parts[i]) for i in indices])
                     for owner in owners
                 }
                 came = self._swap(group, rows, {taker: self._to[taker].rows for taker in takers})
-                # One rank after the other, so that sums come out the same every time.
-                for taker, found in came.items():
-                    for i, column in zip(indices, found.split(columns, 1), strict=True):
-                        self._to[taker].add_to_shard(shards[i], column)
+                self.add(came, [shards[i] for i in indices])
+
+    def keep(self, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        """Write what this rank computed of its own rows to its shards."""
+        for part, shard in zip(parts, shards, strict=True):
+            if self._home.rows < shard.size(0):
+                shard.zero_()
+            self._home.put_in_shard(shard, self._home.taken(part))
+
+    def add(self, came: dict[int, Tensor], shards: Sequence[Tensor]) -> None:
+        """Add what takers computed, side by side, to the shards: one rank after the other, so that
+        sums come out the same every time."""
+        columns = [shard.size(1) for shard in shards]
+        for taker, found in came.items():
+            for shard, column in zip(shards, found.split(columns, 1), strict=True):
+                self._to[taker].add_to_shard(shard, column)
+
+    # -- Shares of gradients, staged owner after owner ------------------------------------------
+
+    def stage(self, parts: Sequence[Tensor], staged: Tensor) -> Pairs:
+        """Where this rank's shares go in ``staged`` (rows, n), for :func:`copy_all`."""
+        pairs, start = [], 0
+        for owner in self._others:
+            place, column = self._of[owner], 0
+            for part in parts:
+                into = staged[start : start + place.rows, column : column + part.size(1)]
+                pairs += place.taken_into(into, part)
+                column += part.size(1)
+            start += place.rows
+        return pairs
+
+    def give(self, group, staged: Tensor, shards: Sequence[Tensor]) -> None:
+        """Staged shares to their owners; those of this rank's rows are added to its shards."""
+        if not any(self._most[1:]):
+            return
+        incoming = [shares[self.rank] for shares in self.shares]
+        received = self._all_to_all(group, staged, self.shares[self.rank], incoming)
+        came = received.split(incoming)
+        self.add({rank: came[rank] for rank in self._others}, shards)
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.keys.world_size) if rank != self.rank]
 
     def _swap(self, group, outgoing: dict[int, Tensor], incoming: dict[int, int]):
         """Send rows to ranks and receive this many rows from ranks, in ascending order."""
@@ -124,17 +182,24 @@ class Exchange:
         incoming = {rank: incoming[rank] for rank in sorted(incoming)}
         rows = [part for part in outgoing.values() if part.size(0)]
         send = torch.cat(rows) if len(rows) > 1 else (rows[0] if rows else like).contiguous()
-        receive = like.new_empty((sum(incoming.values()), like.size(1)))
-        row = like.size(1) * like.element_size()
+        sizes = [outgoing[rank].size(0) if rank in outgoing else 0 for rank in range(size)]
+        coming = [incoming.get(rank, 0) for rank in range(size)]
+        receive = self._all_to_all(group, send, sizes, coming)
+        return dict(zip(incoming, receive.split(list(incoming.values())), strict=True))
+
+    def _all_to_all(self, group, send: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
+        """Rows that come, in the order of the ranks, for the rows ``send``."""
+        receive = send.new_empty((sum(incoming), send.size(1)))
+        row = send.size(1) * send.element_size()
         # As bytes: not every collective library knows every dtype.
         dist.all_to_all_single(
             receive.view(-1).view(torch.uint8),
             send.view(-1).view(torch.uint8),
-            [incoming.get(rank, 0) * row for rank in range(size)],
-            [outgoing[rank].size(0) * row if rank in outgoing else 0 for rank in range(size)],
+            [rows * row for rows in incoming],
+            [rows * row for rows in outgoing],
             group=group,
         )
-        return dict(zip(incoming, receive.split(list(incoming.values())), strict=True))
+        return receive
 
     def _bytes(self, row: int) -> int:
         """At most so many bytes does a rank send to all others."""
@@ -161,16 +226,24 @@ class _Place:
 
     def __init__(self, move: Move, device: torch.device):
         self.rows = move.rows
-        self._shard = _Selector(move.shard, device)
-        self._places = _Selector(move.places, device)
+        self._shard = Selector(move.shard, device)
+        self._places = Selector(move.places, device)
 
     def taken(self, places: Tensor) -> Tensor:
         """The rows as they lie among all."""
         return self._places.take(places)
 
+    def taken_into(self, into: Tensor, places: Tensor) -> Pairs:
+        """As :meth:`taken`, for :func:`copy_all`."""
+        return self._places.taken_into(into, places)
+
     def put(self, into: Tensor, rows: Tensor) -> None:
         for part, values in self._places.parts(into, rows):
             part.copy_(values)
+
+    def pairs(self, into: Tensor, rows: Tensor):
+        """As :meth:`put`, for :func:`copy_all`."""
+        return self._places.parts(into, rows)
 
     def put_in_shard(self, shard: Tensor, rows: Tensor) -> None:
         for part, values in self._shard.parts(shard, rows):
@@ -179,71 +252,3 @@ class _Place:
     def add_to_shard(self, shard: Tensor, rows: Tensor) -> None:
         for part, values in self._shard.parts(shard, rows):
             part.add_(values)
-
-
-class _Selector:
-    """Some rows of a tensor: as slices, where they are few runs, else by an index."""
-
-    def __init__(self, spans: tuple[Span, ...], device: torch.device):
-        self._spans = spans
-        self._index = span_indices(spans).to(device) if len(spans) > _MAX_RUNS else None
-
-    def take(self, rows: Tensor) -> Tensor:
-        if self._index is not None:
-            return rows.index_select(0, self._index)
-        parts = [rows[start : start + length] for start, length in self._spans]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else rows[:0]
-
-    def parts(self, rows: Tensor, values: Tensor):
-        """``(some of the rows, their values)``, which are to be written or added."""
-        if self._index is not None:
-            yield _Indexed(rows, self._index), values
-            return
-        at = 0
-        for start, length in self._spans:
-            yield rows[start : start + length], values[at : at + length]
-            at += length
-
-
-class _Indexed:
-    """Rows by an index in which none occurs twice."""
-
-    def __init__(self, rows: Tensor, index: Tensor):
-        self._rows, self._index = rows, index
-
-    def copy_(self, values: Tensor) -> None:
-        self._rows.index_copy_(0, self._index, values.to(self._rows.dtype))
-
-    def add_(self, values: Tensor) -> None:
-        self._rows.index_add_(0, self._index, values.to(self._rows.dtype))
-
-
-# -- Between the attention's tensors and rows ---------------------------------------------------
-
-
-def pack_rows(tensors: Sequence[Tensor], lanes: int) -> Tensor:
-    """``(B, H, L, D)`` tensors side by side: ``(lanes * L, B / lanes * H * sum of D)``."""
-    batch, heads, length, _ = tensors[0].shape
-    dims = [x.size(3) for x in tensors]
-    rows = tensors[0].new_empty((lanes, length, batch // lanes, heads, sum(dims)))
-    views = split_rows(rows, dims)
-    for view, x in zip(views, tensors, strict=True):
-        view.copy_(x)
-    return rows.view(lanes * length, batch // lanes * heads * sum(dims))
-
-
-def split_rows(rows: Tensor, dims: Sequence[int]) -> list[Tensor]:
-    """``(lanes, L, B / lanes, H, sum of D)`` as views ``(B, H, L, D)``."""
-    lanes, length, per_lane, heads, dim = rows.shape
-    # One of the two is 1, so that the batch is a view.
-    batch = rows.permute(0, 2, 3, 1, 4).view(lanes * per_lane, heads, length, dim)
-    return list(batch.split(list(dims), dim=-1))
-
-
-def rows_of(x: Tensor, lanes: int) -> Tensor:
-    """``(B, H, S, D)`` as ``(lanes * S, B / lanes * H * D)``, a view where memory allows it."""
-    batch, heads, length, dim = x.shape
-    rows = x.view(lanes, batch // lanes, heads, length, dim).permute(0, 3, 1, 2, 4)
-    return rows.reshape(lanes * length, batch // lanes * heads * dim)

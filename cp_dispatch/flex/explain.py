@@ -14,6 +14,7 @@ from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
 from cp_dispatch.flex.needs import everything, rows_sent
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
+from cp_dispatch.transport import carrier
 
 
 @torch.no_grad()
@@ -38,6 +39,9 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
         return FlexPlan("stock", reasons=reasons, call=call.describe())
     plan = in_words(make_plan(options, call), call)
+    moved = carrier(query, "gather", plan.mesh_dims) if plan.groups > 1 else None
+    if moved is not None:
+        plan = dataclasses.replace(plan, reasons=(*plan.reasons, moved))
     if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):
         return plan
     local = LocalFlex(call, plan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
 from cp_dispatch.compile_cache import note_group
@@ -16,11 +16,11 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall, sharded_dims
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
-from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Place, pieces
 from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.flex.plan import FlexPlan
+from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import chunk
@@ -91,6 +91,11 @@ class LocalFlex:
         return self.plan.schedule == "ring" and self.plan.world_size > 1
 
     @property
+    def is_grouped(self) -> bool:
+        """Whether keys come by groups of heads (:mod:`cp_dispatch.flex.grouped`)."""
+        return self._moves_keys and self.plan.groups > 1
+
+    @property
     def is_empty(self) -> bool:
         """Whether this rank has nothing to compute, for it has no row, head or batch row."""
         return 0 in local_tensor(self.call.query).shape
@@ -136,16 +141,22 @@ class LocalFlex:
             self.group_name, self._layout, self.has_local_rows, self.plan.schedule == "gather",
         )  # fmt: skip
 
-    def mask(self, mask_mod, hop: int = -1) -> tuple:
+    def mask(self, mask_mod, hop: int = -1, heads: Span | None = None) -> tuple:
         """The block mask of this rank's rows, as the higher-order op takes it; at a hop, of the
-        owner's window of keys."""
+        owner's window of keys; of these heads alone, counted from this rank's first."""
         mask, rows = self.call.mask, local_tensor(self.call.query).shape[2]
-        if hop < 0 and (self.plan.world_size == 1 or self.has_local_rows):
-            blocks = self._own_part(mask.lists)
-        else:
-            blocks = self._cut(hop)
+        blocks = self._whole_blocks if hop < 0 else self._cut(hop)
+        if heads is not None and blocks.kv_num.size(1) > 1:
+            parts = [x if x is None else x.narrow(1, *heads).contiguous() for x in blocks]
+            blocks = Blocks(*apart(parts))
         keys = None if hop < 0 else self.window(hop).length
         return mask.of_rows(rows, blocks, mask_mod, keys)
+
+    @functools.cached_property
+    def _whole_blocks(self) -> Blocks:
+        if self.plan.world_size == 1 or self.has_local_rows:
+            return self._own_part(self.call.mask.lists)
+        return self._cut(-1)
 
     def window(self, hop: int) -> Window:
         keys = ownership(int(self.plan.key_length), self.plan.ring_shape, self._layout)
@@ -159,7 +170,8 @@ class LocalFlex:
             if x is not None and x.size(0) > 1 and batch < x.size(0):
                 x = x[first : first + batch]
             if x is not None and x.size(1) > 1 and heads < x.size(1):
-                x = x[:, first_head : first_head + heads]
+                # Triton's kernels take rows of the batch to follow each other densely.
+                x = x[:, first_head : first_head + heads].contiguous()
             tensors.append(x)
         return Blocks(*tensors)
 
@@ -187,6 +199,10 @@ class LocalFlex:
             found = pieces(self.queries.spans(self.rank))
         table = lanes if self.plan.world_size > 1 and found is None else 0
         return Place(self.part[0], self.part[2], found, table)
+
+    def place_of(self, heads: Span) -> Place:
+        """:attr:`place` of some heads, counted from this rank's first."""
+        return dataclasses.replace(self.place, first_head=self.part[2] + heads.position)
 
     def place_at(self, hop: int) -> Place:
         """:attr:`place` with the keys of a hop."""
@@ -216,10 +232,14 @@ class LocalFlex:
         key, value = (local_tensor(x) for x in (self.call.key, self.call.value))
         if not self._moves_keys:
             return key, value
-        # Triton's kernels look at no block that the mask does not list, all others at all.
-        fill = not (key.device.type == "cuda" and compiles_for_inductor())
-        buffer = _OPS.flex_bring(key, value, *self.mask_arguments, fill, backward)
+        buffer = _OPS.flex_bring(key, value, *self.mask_arguments, self.must_fill, backward)
         return tuple(apart(split_rows(buffer, [key.shape[3], value.shape[3]])))
+
+    @property
+    def must_fill(self) -> bool:
+        """Whether keys that do not come must be zeros: Triton's kernels look at no block that the
+        mask does not list, all others at all."""
+        return not (local_tensor(self.call.key).device.type == "cuda" and compiles_for_inductor())
 
     def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, summed over the ranks that computed them; where every
@@ -237,52 +257,9 @@ class LocalFlex:
 
 def apart(tensors) -> list[Tensor | None]:
     """Views of one buffer, or for inductor's kernel for CPU, which takes no two arguments from one
-    buffer, copies."""
+    buffer and no view that begins later than it, copies."""
     given = [x for x in tensors if x is not None]
     if given[0].device.type == "cpu" and compiles_for_inductor():
         given = _OPS.flex_apart(given)
     found = iter(given)
     return [None if x is None else next(found) for x in tensors]
-
-
-def placed_strides(shape, like) -> tuple:
-    """Strides of dense memory whose dims lie in the order that the strides ``like`` say, the last
-    dim innermost."""
-    outer = sorted(range(len(shape) - 1), key=lambda dim: (-like[dim], dim))
-    strides, step = [1] * len(shape), 1
-    for dim in reversed([*outer, len(shape) - 1]):
-        strides[dim] = step
-        step = step * shape[dim]
-    return tuple(strides)
-
-
-def wrap(local: Tensor, like: DTensor, placements=None) -> DTensor:
-    """A result of this rank as a DTensor with the batch, heads and sequence of ``like``.
-
-    Memory lies in the order that the strides of ``like`` say: views of a DTensor are decided by
-    its global strides, and then made of the shard.
-    """
-    shape = (*like.shape[:3], *local.shape[3:])
-    order = like.stride() if local.ndim == 4 else sorted(like.stride()[:3], reverse=True)
-    wanted = placed_strides(local.shape, order)
-    differ = [
-        dim for dim in range(local.ndim)
-        if local.shape[dim] > 1 and local.stride(dim) != wanted[dim]
-    ]  # fmt: skip
-    if differ and 0 not in local.shape:
-        local = torch.empty_strided(
-            local.shape, wanted, dtype=local.dtype, device=local.device
-        ).copy_(local)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements if placements is None else placements,
-        run_check=False, shape=torch.Size(shape), stride=placed_strides(shape, order),
-    )  # fmt: skip
-
-
-def nothing(like: DTensor, dims: int) -> DTensor:
-    """A result on a rank outside of the mesh."""
-    shape = like.shape[:dims]
-    return DTensor.from_local(
-        local_tensor(like).new_empty(0), like.device_mesh, like.placements, run_check=False,
-        shape=shape, stride=torch.empty(shape, device="meta").stride(),
-    )  # fmt: skip

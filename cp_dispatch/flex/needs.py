@@ -72,10 +72,30 @@ class Move:
     def rows(self) -> int:
         return sum(span.length for span in self.shard)
 
+    @functools.cached_property
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """Runs in both: where each begins in the shard and among all positions, and its length."""
+        found = []
+        places = [list(span) for span in reversed(self.places)]
+        for start, length in self.shard:
+            while length:
+                place = places[-1]
+                count = min(length, place[1])
+                found.append((start, place[0], count))
+                start, length = start + count, length - count
+                place[0], place[1] = place[0] + count, place[1] - count
+                if not place[1]:
+                    places.pop()
+        return found
+
+
+#: ``[owner][taker]``.
+Moves = tuple[tuple[Move, ...], ...]
+
 
 @functools.lru_cache(maxsize=256)
-def moves(needs: Needs, keys: Ownership) -> tuple[tuple[Move, ...], ...]:
-    """``[owner][taker]``, also of a rank from itself: which of its rows it uses at home."""
+def moves(needs: Needs, keys: Ownership) -> Moves:
+    """Also of a rank from itself: which of its rows it uses at home."""
     ranks = range(keys.world_size)
     return tuple(tuple(_move(owner, taker, needs, keys) for taker in ranks) for owner in ranks)
 

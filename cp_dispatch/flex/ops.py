@@ -21,8 +21,8 @@ from cp_dispatch._compat import resolve_group
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import cut, pack, packed_size
-from cp_dispatch.flex.exchange import rows_of, split_rows
 from cp_dispatch.flex.mask_job import MaskJob, kept
+from cp_dispatch.flex.rows import rows_of, split_rows
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
 
@@ -36,7 +36,7 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 # part is [first batch row, batch rows, first head, heads] of this rank. layout is the text of a
 # balancer, "" for natural order. Of the ranks of ring_shape this one is ring_rank; they are
 # group_name. whole: all keys go to all ranks, and nobody looks at the mask.
-_MASK = (
+MASK = (
     "Tensor kv_num, Tensor kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices, "
     "SymInt query_length, SymInt key_length, int[] blocks, SymInt[] part, "
     "int[] ring_shape, int ring_rank, str group_name, str layout, bool local_rows, bool whole"
@@ -45,13 +45,13 @@ _MASK = (
 # hop: the keys of the rank so many places before alone, in their window; -1, all keys.
 # backward: tells the two calls of a graph apart, or torch would keep the first one's buffer.
 SCHEMAS = (
-    f"flex_cut({_MASK}, int hop) -> Tensor",
-    f"flex_bring(Tensor key, Tensor value, {_MASK}, bool fill, bool backward) -> Tensor",
+    f"flex_cut({MASK}, int hop) -> Tensor",
+    f"flex_bring(Tensor key, Tensor value, {MASK}, bool fill, bool backward) -> Tensor",
     "flex_bring_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
-    f"{_MASK}) -> (Tensor, Tensor)",
-    f"flex_hop(Tensor key, Tensor value, {_MASK}, int hop, bool fill, bool backward) -> Tensor",
+    f"{MASK}) -> (Tensor, Tensor)",
+    f"flex_hop(Tensor key, Tensor value, {MASK}, int hop, bool fill, bool backward) -> Tensor",
     "flex_hop_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
-    f"{_MASK}, int hop) -> (Tensor, Tensor)",
+    f"{MASK}, int hop) -> (Tensor, Tensor)",
     "flex_order(Tensor like, str layout, int ring_rank, SymInt[] part, SymInt rows) -> Tensor",
     "flex_apart(Tensor[] parts) -> Tensor[]",
 )
@@ -82,9 +82,9 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     See Note [Rows in place]."""
     *mask, fill, _ = args
     job = MaskJob(*mask)
-    _check_rows(job, key)
+    check_rows(job, key)
     exchange = job.exchange(key.device)
-    buffer = _bring_buffer(job, key, value)
+    buffer = bring_buffer(job, key, value)
     if fill:
         buffer.zero_()
     group = resolve_group(job.group_name) if job.group_name else None
@@ -92,20 +92,21 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     return buffer
 
 
-def _bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
+def bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
+    """Room for keys and values of all positions."""
     batch, heads, _, dim = key.shape
     lanes = job.lanes
     return key.new_empty((lanes, job.key_length, batch // lanes, heads, dim + value.size(3)))
 
 
 def _flex_bring_fake(key, value, *args):
-    return _bring_buffer(MaskJob(*args[:-2]), key, value)
+    return bring_buffer(MaskJob(*args[:-2]), key, value)
 
 
 def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
     """dK and dV of this rank's keys, laid out like them, summed over all ranks."""
     job = MaskJob(*args)
-    _check_rows(job, key)
+    check_rows(job, key)
     exchange = job.exchange(key.device)
     lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
     batch, heads, length, _ = key.shape
@@ -132,7 +133,7 @@ def _flex_hop(key: Tensor, value: Tensor, *args) -> Tensor:
     """Keys and values of the owner at a hop, ``(1, keys of its window, B, Hkv, D + Dv)``."""
     *mask, hop, fill, _ = args
     job = MaskJob(*mask)
-    _check_rows(job, key)
+    check_rows(job, key)
     buffer = _hop_buffer(job, key, value, hop)
     if fill:
         buffer.zero_()
@@ -201,7 +202,7 @@ def _flex_apart(parts: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in parts]
 
 
-def _check_rows(job: MaskJob, key: Tensor) -> None:
+def check_rows(job: MaskJob, key: Tensor) -> None:
     """A graph that was compiled for another length must not answer."""
     wanted = job.keys.rows(job.ring_rank)
     if key.size(2) != wanted:
@@ -213,7 +214,19 @@ def _check_rows(job: MaskJob, key: Tensor) -> None:
         )
 
 
-for _schema, _kernel, _fake in zip(
+def define(schemas, kernels, fakes) -> None:
+    """Add ops to the library."""
+    for schema, kernel, fake in zip(schemas, kernels, fakes, strict=True):
+        name = schema.split("(")[0]
+        # They wait for the host.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+        library.define(schema, tags=tags)
+        for device in ("CPU", "CUDA"):
+            library.impl(name, kernel, device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+define(
     SCHEMAS,
     (
         _flex_cut, _flex_bring, _flex_bring_back, _flex_hop, _flex_hop_back, _flex_order,
@@ -223,12 +236,4 @@ for _schema, _kernel, _fake in zip(
         _flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_hop_fake,
         _flex_hop_back_fake, _flex_order_fake, _flex_apart,
     ),
-    strict=True,
-):  # fmt: skip
-    _name = _schema.split("(")[0]
-    library.define(
-        _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-    )  # they wait for the host
-    for _device in ("CPU", "CUDA"):
-        library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=library)
+)  # fmt: skip

@@ -3,7 +3,9 @@
 Torch compares the lengths of a block mask with those of the query before the op is called, so in a
 block a mask has this rank's lengths, this rank's rows of blocks and the columns of all keys: what
 ``context_parallel`` makes of a ``BlockMask`` among its buffers. The op's plain kernels have a look
-at the block first; a call on shards becomes one on DTensors, differentiably.
+at the block first; a call on shards becomes one on DTensors, differentiably, in a trace too: there
+the DTensors are gone when the graph is done. A graph's own call of the op, on local tensors, would
+come here again where the graph runs it as it is, so it has to be one that inductor compiles.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing
+from cp_dispatch._compat import compiles_for_inductor, dynamo_traces, is_fake, is_tracing
+from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.style import as_dtensors, global_lengths
 from cp_dispatch.graph_guards import note_trace
+from cp_dispatch.groups import ring_group_name
 from cp_dispatch.plain_context import PlainContext
 
 _thread = threading.local()
@@ -33,30 +37,43 @@ def before(kernel, op, plain_context, enabled):
 
     def flex_attention(query, key, value, *arguments):
         tensors = query, key, value
-        if any(isinstance(x, DTensor) for x in tensors) or getattr(_thread, "inside", False):
+        if any(isinstance(x, DTensor) for x in tensors) or is_inside():
             return kernel(*tensors, *arguments)
-        if dynamo_traces() is not None:
+        traced = dynamo_traces() is not None
+        if traced:
             note_trace("the block of context_parallel", plain_context)
         context = plain_context()
-        if context is None or context.mesh.size() == 1 or any(map(is_fake, tensors)):
+        if context is None or context.mesh.size() == 1:
+            return kernel(*tensors, *arguments)
+        if any(map(is_fake, tensors)):
+            if traced:  # the keys of torch's caches are made next, and must tell ranks apart
+                note_group(ring_group_name(context.mesh, (0,)), context)
             return kernel(*tensors, *arguments)
         return _attend(context, op, enabled, tensors, *arguments)
 
     return flex_attention
 
 
-def _attend(context: PlainContext, op, enabled, tensors, score_mod, block_mask, *rest):
-    if is_tracing():
+def _attend(
+    context: PlainContext, op, enabled, tensors, score_mod, block_mask, scale, kernel_options, *rest
+):
+    if is_tracing() and context.uneven:
         _refuse(
-            "inside torch.compile it does not go over ranks; compile the module with "
-            'ContextParallel(attention_type="flex"), or use DTensors'
+            "inside torch.compile ranks do not tell each other their lengths; use a length that "
+            "the ranks divide"
+        )
+    if is_tracing() and not compiles_for_inductor():
+        _refuse(
+            "in graphs that inductor does not compile it would meet itself when the graph runs; "
+            'use the backend "inductor", or DTensors'
         )
     if not context.order_is_known:
         _refuse(
             "there is no telling in which order the shards lie, without buffers; pass "
             'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order'
         )
-    lengths = global_lengths(list(tensors), context.mesh, 2, context.uneven)
+    # Numbers, also in a trace: a graph is of one length.
+    lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))
     columns = -(-lengths[1] // int(block_mask[-2]))
     if MaskTuple(block_mask).lists.kv_indices.shape[3] != columns:
         _refuse(
@@ -69,14 +86,20 @@ def _attend(context: PlainContext, op, enabled, tensors, score_mod, block_mask, 
     wrapped, _ = as_dtensors(places, tensors, {}, context.mesh, 2, lengths)
     layout = context.layout(lengths[0])
     with inside(), enabled(schedule=context.schedule, layout=layout):
-        results = op(*wrapped, score_mod, block_mask, *rest)
+        # A dict of its own, for a trace's is nobody's to write to (see remember.py).
+        results = op(*wrapped, score_mod, block_mask, scale, dict(kernel_options), *rest)
     return tuple(x.to_local() for x in results)
+
+
+def is_inside() -> bool:
+    """Whether a call comes from :func:`inside`."""
+    return getattr(_thread, "inside", False)
 
 
 @contextlib.contextmanager
 def inside():
     """Local calls of the rules are no calls on shards."""
-    before = getattr(_thread, "inside", False)
+    before = is_inside()
     _thread.inside = True
     try:
         yield

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.refusal import refusals
@@ -18,6 +19,9 @@ from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.options import Options
 
 _RINGS = ("ring", "natural_ring", "mirrored_ring")
+#: Bytes of keys and values of all positions from which on "auto" is a ring, where that fits: a
+#: backward would take twice as much, and a graph cannot know that its masks need fewer.
+RING_FROM = 2**33
 _WHY = {
     "exchange": "only keys that some row of a rank computes are sent to it, or all to all where "
     "most are needed",
@@ -39,6 +43,8 @@ class FlexPlan:
         layout: in which order the shards lie, None for natural order.
         mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
         query_length, key_length: global lengths in positions.
+        groups: the key heads are cut into so many groups, and the keys of one travel while the
+            kernel of another computes (:mod:`cp_dispatch.flex.groups`); 1, nothing overlaps.
         key_row_bytes: bytes that one position of key and value takes on a rank.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
         rows_sent: key rows that each rank sends in a forward, where the block mask was looked at
@@ -54,6 +60,7 @@ class FlexPlan:
     query_length: int = 0
     key_length: int = 0
     key_row_bytes: int = 0
+    groups: int = 1
     reasons: tuple[str, ...] = ()
     rows_sent: tuple[int, ...] | None = None
     call: str = field(default="", compare=False)
@@ -124,6 +131,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         schedule, why = "replicated_keys", "each rank has all keys"
     else:
         schedule, why = _moving(options, call, ring)
+    groups, *why_groups = _groups(options, call, schedule, ring)
     return FlexPlan(
         "cp_dispatch",
         schedule,
@@ -133,26 +141,62 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         query.shape[2],
         key.shape[2],
         _key_row_bytes(call),
-        (why,),
+        groups,
+        (why, *why_groups),
     )
+
+
+def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ...]) -> tuple:
+    """How many groups of heads, from what all ranks know and a graph too, and why."""
+    mesh = call.query.device_mesh
+    ranks = math.prod(map(mesh.size, ring))
+    if schedule not in ("exchange", "gather") or ranks == 1:
+        return (1,)
+    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
+    if not keys_travel(schedule, options.layout, masked):
+        return 1, "one kernel, which waits for keys: in this order few are taken to travel"
+    sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
+    heads, key_heads = int(call.query.shape[1]), int(call.key.shape[1])
+    count, key_length = 1, int(call.key.shape[2])
+    if heads % sharers == key_heads % sharers == 0:
+        count = count_groups(
+            _local_batch(call.query) * (int(call.query.shape[2]) // ranks), heads // sharers,
+            key_heads // sharers, (key_length - key_length // ranks) * _key_row_bytes(call),
+        )  # fmt: skip
+    if count == 1:
+        return 1, "one kernel, which waits for keys: too few rows, key heads or bytes for several"
+    return count, (
+        f"{count} groups of key heads: the keys of one travel while the kernel of another "
+        "computes, and gradients go back so"
+    )
+
+
+def _local_batch(tensor) -> int:
+    """The most batch rows that a rank has."""
+    ranks = math.prod(tensor.device_mesh.size(dim) for dim in sharded_dims(tensor, 0))
+    return -(-int(tensor.shape[0]) // ranks)
 
 
 def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[str, str]:
     """The schedule of a call whose keys are sharded, and why."""
     if options.schedule == "gather":
         return "gather", _WHY["gather"]
-    if options.schedule not in _RINGS:
+    size, why = int(call.key.shape[2]) * _key_row_bytes(call), ""
+    if options.schedule == "auto" and size > RING_FROM:
+        why = f"{size / 2**30:.1f} GiB of keys and values are too many to hold at a time; "
+    elif options.schedule not in _RINGS:
         return "exchange", _WHY["exchange"]
     mesh = call.query.device_mesh
     shape = tuple(map(mesh.size, ring))
     layout = "" if options.layout is None else options.layout.text
     lengths = int(call.query.shape[2]), int(call.key.shape[2])
     if not all(fits(ownership(length, shape, layout)) for length in lengths):
-        why = f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
+        why += f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
         return "exchange", f"{why}; {_WHY['exchange']}"
     if not all(_everyone_has_some(call.query, dim) for dim in (0, 1)):
-        return "exchange", f"no ring, for some rank has no batch row or head; {_WHY['exchange']}"
-    return "ring", _WHY["ring"]
+        why += "no ring, for some rank has no batch row or head"
+        return "exchange", f"{why}; {_WHY['exchange']}"
+    return "ring", why + _WHY["ring"]
 
 
 def _everyone_has_some(query, tensor_dim: int) -> bool:

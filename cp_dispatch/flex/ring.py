@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
+from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.local import LocalFlex, apart
 from cp_dispatch.flex.mask_job import MaskJob
+from cp_dispatch.flex.rows import split_rows
 
 _OPS = torch.ops.cp_dispatch
 
@@ -77,7 +77,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
         if of_buffers is None:
             of_buffers = wide
         else:
-            of_buffers = [_plus(a, b) for a, b in zip(of_buffers, wide, strict=True)]
+            of_buffers = [plus(a, b) for a, b in zip(of_buffers, wide, strict=True)]
     grad_query, grad_key, grad_value = sums
     (grad_key,), (grad_value,) = (split_rows(x, [x.size(4)]) for x in (grad_key, grad_value))
     return (
@@ -85,7 +85,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
     )  # fmt: skip
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
 
 
@@ -93,7 +93,7 @@ def _hops(local: LocalFlex, backward: bool):
     """``(hop, (keys, values))`` of every hop at which there is something to compute, or, where that
     is not known, may be; at least the first."""
     key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
-    fill = not (key.device.type == "cuda" and compiles_for_inductor())
+    fill = local.must_fill
     job = None if is_tracing() else MaskJob(*local.mask_arguments)
     for hop in range(local.plan.world_size):
         if hop and job is not None and job.hop(hop, key.device).is_idle:

@@ -24,15 +24,16 @@ from torch.distributed.tensor import DTensor, Partial
 from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing, local_tensor
 from cp_dispatch.agreement import debug_is_on
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.flex import captured, ring
-from cp_dispatch.flex import ops as _ops  # noqa: F401  defines the ops
+from cp_dispatch.flex import captured, grouped, ring
+from cp_dispatch.flex import group_ops as _ops  # noqa: F401  defines the ops, with those of ops.py
 from cp_dispatch.flex.agreement import check_flex_agreement
 from cp_dispatch.flex.call import FlexCall
-from cp_dispatch.flex.local import LocalFlex, nothing, wrap
+from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_tuple import MaskTuple
-from cp_dispatch.flex.plain import inside
+from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
+from cp_dispatch.flex.results import nothing, outlines, wrap
 from cp_dispatch.graph_guards import note_trace
 
 FORWARD = torch.ops.higher_order.flex_attention
@@ -44,7 +45,8 @@ def rules(current_options):
     leaves the call to torch."""
 
     def options_now():
-        if dynamo_traces() is not None:
+        # A call on plain shards has the guard of its block instead.
+        if dynamo_traces() is not None and not is_inside():
             note_trace("options of cp_dispatch", current_options)
         return current_options()
 
@@ -104,6 +106,9 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     if local.rings and _in_base_two(kernel_options):
         results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)
         return tuple(wrap(x, call.query) for x in results)
+    if local.is_grouped:
+        results = grouped.forward(local, FORWARD, score_mod, scale, kernel_options)
+        return tuple(wrap(x, call.query) for x in results)
     key, value = local.keys(backward=False)
     query = local_tensor(call.query)
     if local.is_empty:
@@ -132,6 +137,10 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
     )  # fmt: skip
     if local.rings and _in_base_two(kernel_options):
         grad_query, grad_key, grad_value, of_buffers = ring.backward(
+            local, BACKWARD, results, score_mod, joint_graph, scale, kernel_options
+        )
+    elif local.is_grouped:
+        grad_query, grad_key, grad_value, of_buffers = grouped.backward(
             local, BACKWARD, results, score_mod, joint_graph, scale, kernel_options
         )
     else:
@@ -196,12 +205,7 @@ def _is_dynamos_look(call: FlexCall) -> bool:
 
 
 def _outlines(call: FlexCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros in the shapes of this rank's results."""
-    query = local_tensor(call.query)
-    shape = query.shape[:3]
-    stats = torch.float64 if query.dtype is torch.float64 else torch.float32
-    out = query.new_zeros((*shape, call.value.shape[3]))
-    return out, query.new_zeros(shape, dtype=stats), query.new_zeros(shape, dtype=stats)
+    return outlines(local_tensor(call.query), call.value.shape[3])
 
 
 def _placed_like_query(grad, query: DTensor) -> Tensor | None:

@@ -51,6 +51,11 @@ class Ring:
             return None
         return torch.cuda.current_stream().record_event()
 
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for the work before ``mark``, if there is any."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None):
         """Inside, copies and shifts wait for the work before ``mark`` alone."""

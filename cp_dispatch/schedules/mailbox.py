@@ -22,9 +22,7 @@ peers enqueue before they wait themselves: no cycle, whatever else the ranks do 
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import os
-import socket
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +33,7 @@ from torch import Tensor
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
 from cp_dispatch._compat import all_gather_single, symmetric_memory
 from cp_dispatch.extension import has_kernel
+from cp_dispatch.schedules.host import number_of_host
 
 T = TypeVar("T")
 
@@ -161,6 +160,19 @@ class Mailbox:
         )  # fmt: skip
         self._reading = sources
 
+    def pull(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], first: bool, last: bool
+    ) -> None:
+        """Start copying from rooms of peers, who have called :meth:`open` when they are full: the
+        flags the other way round, "free" that a room can be read and "full" that it was. The first
+        of several pulls waits for all peers' rooms, the last one until they have read this one."""
+        here, there = self._here, self._there
+        _push_slabs(
+            targets, sources, self._own, (), _of(here[_FREE], self._peers) if first else (),
+            _of(there[_FULL], self._peers) if last else (),
+            _of(here[_FULL], self._peers) if last else (), self._stream, False,
+        )  # fmt: skip
+
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
         _join_streams(self._own, self._stream, False)
@@ -264,8 +276,7 @@ def is_used_by(group: dist.ProcessGroup) -> bool | None:
 
 def _ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
     """Find out whether all ranks agree that each can write to the memory of each."""
-    host = _hash_of(socket.gethostname() + _boot_id())
-    mine = torch.tensor([host, device.index, _can_try()], device=device)
+    mine = torch.tensor([number_of_host(), device.index, _can_try()], device=device)
     everyone = mine.new_empty((dist.get_world_size(group), 3))
     all_gather_single(everyone.flatten(), mine, group=group)
     hosts, devices, able = everyone.T.tolist()
@@ -284,16 +295,3 @@ def _ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
 def _can_try() -> bool:
     wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
     return wanted and symmetric_memory is not None and has_kernel("raise_flags", "cuda")
-
-
-def _hash_of(text: str) -> int:
-    """A number below 2**62, the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read()
-    except OSError:
-        return ""

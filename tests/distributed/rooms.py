@@ -25,7 +25,7 @@ class Rooms:
         self._rooms: dict[tuple, list[torch.Tensor]] = {}
         self._boxes: dict[tuple, Box] = {}
         self.flags: dict[tuple, set] = {}
-        #: Bytes that each rank pushed to others, by the box's name.
+        #: Bytes that each rank pushed to others or pulled from them, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
         monkeypatch.setattr(Ring, "mailbox", self._mailbox_of())
         monkeypatch.setattr(Ring, "may_push", True)
@@ -79,6 +79,21 @@ class Box:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
         self._take("free", peers)
+        self._copy(targets, sources)
+        self._raise("full", peers)
+        self._take("full", coming)
+
+    def pull(self, targets, sources, first, last) -> None:
+        if first:
+            self._take("free", self._peers)
+        self._copy(targets, sources)
+        if last:
+            self._raise("full", self._peers)
+            self._take("full", self._peers)
+            # NaN for whoever reads it yet.
+            self._memory[self._rank].fill_(255)
+
+    def _copy(self, targets, sources) -> None:
         own = self._memory[self._rank].untyped_storage().data_ptr()
         for target, source in zip(targets, sources, strict=True):
             assert target.shape == source.shape and target.dtype is source.dtype
@@ -89,8 +104,6 @@ class Box:
                 sent = self._rooms.sent
                 name = self._key[1], self._rank
                 sent[name] = sent.get(name, 0) + target.nbytes
-        self._raise("full", peers)
-        self._take("full", coming)
 
     def move(self, source, first, rows, rank, offset, stride) -> list[int]:
         assert 0 <= offset < len(self._memory[rank]), (offset, len(self._memory[rank]))

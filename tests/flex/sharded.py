@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import flex_attention
 
+from cp_dispatch.flex import grouped, groups, plan
 from tests.distributed.sharded import distribute
 from tests.flex.problems import NAMES, FlexProblem
 
@@ -65,3 +69,23 @@ def run_sharded(
 
 def replicated(mesh) -> tuple:
     return (Replicate(),) * mesh.ndim
+
+
+@contextlib.contextmanager
+def in_groups():
+    """Inside, keys go by groups of heads whatever the mask and however small the problem; the list
+    of how many groups there were, by calls."""
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "LEAST_ROWS", 0)
+        patch.setattr(groups, "LEAST_BYTES", 0)
+        patch.setattr(plan, "keys_travel", lambda *_: True)
+        for name in ("forward", "backward"):
+            kernel = getattr(grouped, name)
+
+            def counted(local, *args, kernel=kernel, name=name):
+                counts.append((name, local.plan.groups))
+                return kernel(local, *args)
+
+            patch.setattr(grouped, name, counted)
+        yield counts

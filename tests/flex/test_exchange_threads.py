@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex import exchange, hops
 from cp_dispatch.flex.cut import dense, unpack
-from cp_dispatch.flex.exchange import split_rows
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.needs import everything, moves, needs_of, pays_to_gather, rows_sent
 from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices

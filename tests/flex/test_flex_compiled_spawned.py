@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
@@ -13,9 +14,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_dispatch
 from cp_dispatch import HeadTail
+from cp_dispatch.flex import flight, plain
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 from tests.flex.problems import (
+    NAMES,
     FlexProblem,
     causal,
     check,
@@ -23,7 +26,7 @@ from tests.flex.problems import (
     gradients_on_cpu,
     one_device,
 )
-from tests.flex.sharded import run_sharded
+from tests.flex.sharded import in_groups, run_sharded
 
 
 class Graphs:
@@ -104,6 +107,30 @@ def compiled_ring(env: Env) -> None:
         assert forward[hop] == forward[CUT] == forward["flex_attention"] == env.world_size
         assert backward[hop] == backward[back] == env.world_size
         assert backward["flex_attention_backward"] == env.world_size
+
+
+def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
+    """As exact as one device, all groups of heads in one graph; what starts and what takes is the
+    graph's own, and a second call compiles nothing."""
+    torch._dynamo.reset()
+    graphs, count = Graphs(), problem.key_heads
+    attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+    layout = HeadTail(problem.length, env.world_size) if layout else None
+    with gradients_on_cpu(), in_groups(), cp_dispatch.enabled(layout=layout):
+        single = one_device(problem)
+        for again in (False, True):
+            with torch._dynamo.config.patch(error_on_recompile=again):
+                got = run_sharded(problem, env.mesh(), layout=layout, attend=attend)
+            check(got, exact(problem), single)
+    assert not flight._flights, "tokens are gone, and what they stood for with them"
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    start, arrive, give, collect = (
+        f"cp_dispatch.flex_{name}.default" for name in ("start", "arrive", "give", "collect")
+    )
+    assert forward == {CUT: 1, start: 1, arrive: count, "flex_attention": count}, forward
+    assert backward == {
+        start: 1, arrive: count, give: count, collect: 1, "flex_attention_backward": count,
+    }, backward  # fmt: skip
 
 
 def documents_of_other_lengths(env: Env) -> None:
@@ -220,10 +247,16 @@ def follows_the_setting(env: Env) -> None:
     assert len(graphs.forward) == 2
 
 
-def inductor(env: Env) -> None:
+def inductor_groups(env: Env) -> None:
+    with in_groups():
+        for kind in ("by head", "documents"):
+            inductor(env, FlexProblem(kind, 250, block=64))
+
+
+def inductor(env: Env, problem=None) -> None:
     """The kernel that inductor makes for CPU (which has no backward); the second time from torch's
     caches, which all ranks share and whose keys must tell them apart."""
-    problem = FlexProblem("documents", 250, block=64)
+    problem = problem or FlexProblem("documents", 250, block=64)
     mods = problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
     inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in problem.tensors()[:3]]
@@ -237,6 +270,88 @@ def inductor(env: Env) -> None:
         check({"output": got}, {"output": exact(problem)["output"]}, single)
 
 
+class OfBlocks(Graphs):
+    """Graphs of calls in a block, run as inductor's are: nobody sees their own calls of the op."""
+
+    @staticmethod
+    def _keep(counts):
+        keep = Graphs._keep(counts)
+
+        def compiler(graph, example):
+            compiled = keep(graph, example)
+
+            def run(args):
+                with plain.inside():
+                    return compiled(args)
+
+            run._boxed_call = True
+            return run
+
+        return compiler
+
+
+def plain_in_a_block(env: Env, kind: str, grouped: bool = False) -> None:
+    """Plain shards in a block, trained, in one graph for both directions."""
+    problem = FlexProblem(kind, 128, block=32)
+    mods = problem.mods("cpu")
+    with gradients_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        single = one_device(problem)
+        patch.setattr(plain, "compiles_for_inductor", lambda: True)
+        for balancer, again in ((None, False), ("head-tail", False), ("head-tail", True)):
+            if not again:
+                torch._dynamo.reset()
+                graphs = OfBlocks()
+                attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
+            mask, tensors = problem.block_mask(mods, "cpu"), problem.tensors()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch._dynamo.config.patch(error_on_recompile=again))
+                if grouped:
+                    stack.enter_context(in_groups())
+                stack.enter_context(
+                    cp_dispatch.context_parallel(
+                        env.mesh(), buffers=[*tensors, mask], buffer_seq_dims=[2] * 6,
+                        balancer=balancer,
+                    )
+                )  # fmt: skip
+                leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+                results = problem.attend(*leaves, mods, mask, attend)
+                asked = leaves if mods.parameter is None else [*leaves, mods.parameter]
+                grads = torch.autograd.grad(results, asked, tensors[3:])
+                local = [x.detach().clone() for x in (*results, *grads[:3])]
+            layout = HeadTail(128, env.world_size) if balancer else None
+            whole = cp_dispatch.unshard(env.mesh(), local, 2, layout)
+            check(dict(zip(NAMES, [*whole, *grads[3:]], strict=False)), exact(problem), single)
+            (forward,), (backward,) = graphs.forward, graphs.backward
+            assert (BRING in forward) != grouped and (BRING in backward) != grouped
+
+
+def plain_by_inductor(env: Env) -> None:
+    """The second time from torch's caches on disk, which tell ranks apart; and what is refused."""
+    problem = FlexProblem("by head", 128, block=32)
+    mods = problem.mods("cpu")
+    with gradients_on_cpu():
+        single = one_device(problem)
+    for _ in range(2):
+        torch._dynamo.reset()
+        attend = torch.compile(flex_attention, fullgraph=True)
+        mask, tensors = problem.block_mask(mods, "cpu"), problem.tensors()[:3]
+        block = cp_dispatch.context_parallel(
+            env.mesh(), buffers=[*tensors, mask], buffer_seq_dims=[2] * 4
+        )
+        with torch.no_grad(), block:
+            got = attend(*tensors, block_mask=mask).clone()
+        whole = cp_dispatch.unshard(env.mesh(), [got], 2, HeadTail(128, env.world_size))[0]
+        check({"output": whole}, {"output": exact(problem)["output"]}, single)
+        assert not torch.equal(attend(*tensors, block_mask=mask)[:, :, :64], got), "outside"
+    uneven = [x[:, :, :125] for x in problem.tensors()[:3]]
+    mask = create_block_mask(causal, None, None, 125, 125, "cpu", BLOCK_SIZE=32)
+    block = cp_dispatch.context_parallel(
+        env.mesh(), buffers=[*uneven, mask], buffer_seq_dims=[2] * 4, balancer="head-tail"
+    )
+    with torch.no_grad(), block, pytest.raises(Exception, match="that the ranks divide"):
+        attend(*uneven, block_mask=mask)
+
+
 CASES = {
     "causal": functools.partial(alone, problem=FlexProblem("causal", 256, block=32)),
     "bias": functools.partial(alone, problem=FlexProblem("relative bias", 127)),
@@ -245,11 +360,21 @@ CASES = {
         alone, problem=FlexProblem("documents", 192), compile_what="function"
     ),
     "ring": compiled_ring,
+    "groups": functools.partial(
+        compiled_groups, problem=FlexProblem("relative bias", 250, block=32, batch=1)
+    ),
+    "groups, by head": functools.partial(
+        compiled_groups, problem=FlexProblem("by head", 192, block=32), layout=True
+    ),
     "documents of other lengths": documents_of_other_lengths,
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
     "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),
     "follows the setting": follows_the_setting,
     "inductor": inductor,
+    "inductor, groups": inductor_groups,
+    "plain in a block": functools.partial(plain_in_a_block, kind="relative bias"),
+    "plain in a block, groups": functools.partial(plain_in_a_block, kind="by head", grouped=True),
+    "plain in a block, inductor": plain_by_inductor,
 }
 
 

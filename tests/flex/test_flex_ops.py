@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
+from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.ops import SCHEMAS
+from cp_dispatch.groups import ring_group_name
+from tests.distributed.threads import run_threads
 
 OPS = torch.ops.cp_dispatch
 CHECKS = ("test_schema", "test_faketensor")
@@ -71,7 +77,40 @@ def test_order_and_apart():
     )
 
 
+@pytest.mark.parametrize("layout", ["", PerDocumentHeadTail([[7, 30], [30, 7]], 2).text])
+def test_fakes_of_groups(layout):
+    """Fakes say what two ranks get."""
+
+    def calls(key, value, mask):
+        token = OPS.flex_start(key, value, *mask, 3, True, False)
+        arrived = OPS.flex_arrive(token, None, key, value, *mask, 3, 1, True)
+        given = None
+        for group in range(3):
+            part = (x[:, group : group + 1].repeat(1, 1, 3, 1)[:, :, :37] for x in (key, value))
+            given = OPS.flex_give(given, *part, key, value, *mask, 3, group)
+        return token, arrived, given, *OPS.flex_collect(given, key, value, *mask, 3)
+
+    def looks(results):
+        return [(x.shape, x.stride(), x.dtype, x.device) for x in results]
+
+    masks = [arguments(37, True, layout, rank, 2) for rank in range(2)]
+    lengths = [MaskJob(*mask).keys.rows(rank) for rank, mask in enumerate(masks)]
+    tensors = [keys(length) for length in lengths]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [
+            looks(calls(*map(mode.from_tensor, tensors[rank]), masks[rank])) for rank in range(2)
+        ]
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        mask = list(masks[rank])
+        mask[-4] = ring_group_name(mesh, (0,))
+        assert looks(calls(*tensors[rank], mask)) == fakes[rank]
+
+    run_threads(2, body)
+
+
 def test_every_op_waits_for_the_host_and_says_so():
-    for schema in SCHEMAS:
+    for schema in (*SCHEMAS, *GROUP_SCHEMAS):
         op = getattr(OPS, schema.split("(")[0]).default
         assert torch.Tag.cudagraph_unsafe in op.tags

@@ -212,6 +212,38 @@ def test_explain_tells_what_moves():
     assert plain.handler == "stock"
 
 
+def test_explain_tells_groups():
+    """By lengths, heads and the setting alone: 8,192 rows of 32 heads, with rows as heads."""
+    shapes = [(1, heads, 4096, 128) for heads in (256, 64, 64)]
+    mask = create_block_mask(causal, None, None, 4096, 4096, "cpu")
+    with fake_ranks(4) as mesh:
+        x = [outline(mesh, shape) for shape in shapes]
+
+        reasons = []
+
+        def groups(schedule="auto", layout=None, mask=mask, tensors=x) -> int:
+            with cp_dispatch.enabled(schedule=schedule, layout=layout):
+                plan = cp_dispatch.explain_flex(*tensors, mask)
+            assert (f"{plan.groups} groups of key heads" in str(plan)) == (plan.groups > 1)
+            reasons.append(str(plan))
+            return plan.groups
+
+        layout = HeadTail(4096, 4)
+        assert groups() == 1, "who knows what a mask in natural order will hold"
+        assert "in this order few are taken to travel" in reasons[-1]
+        assert groups(layout=layout) == groups(schedule="gather") == groups(mask=None) == 4
+        assert groups(schedule="ring", layout=layout) == 1
+        few = [x[0], *(outline(mesh, (1, 2, 4096, n)) for n in (128, 512))]
+        assert groups(layout=layout, tensors=few) == 2
+        short = [outline(mesh, (1, n, 1024, 128)) for n in (256, 64, 64)]
+        small = create_block_mask(causal, None, None, 1024, 1024, "cpu")
+        assert groups(layout=HeadTail(1024, 4), mask=small, tensors=short) == 1
+        assert "too few rows, key heads or bytes" in reasons[-1]
+        whole = (Replicate(),)
+        keys = [x[0], *(outline(mesh, shape, whole) for shape in shapes[1:])]
+        assert groups(layout=layout, tensors=keys) == 1, "they are there"
+
+
 def test_explain_of_a_ring():
     with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule="natural_ring"):
         plan = cp_dispatch.explain_flex(*[outline(mesh, SHAPE)] * 3, mask_of(64))
@@ -222,6 +254,24 @@ def test_explain_of_a_ring():
     with fake_ranks(4) as mesh, cp_dispatch.enabled(schedule="ring"):
         plan = cp_dispatch.explain_flex(*[outline(mesh, (1, 1, 5, 8))] * 3)
         assert plan.schedule == "exchange" and "no ring, for some rank has no rows" in str(plan)
+
+
+def test_auto_is_a_ring_where_memory_asks_for_it():
+    """From 8 GiB of keys and values on, by lengths and layout alone."""
+    with fake_ranks(64) as mesh:
+
+        def plan(length: int, layout=None):
+            with cp_dispatch.enabled(layout=layout):
+                return cp_dispatch.explain_flex(*[outline(mesh, (1, 8, length, 128))] * 3)
+
+        half = 2**19  # 8 KiB a position
+        assert plan(2 * half).schedule == "exchange"
+        assert plan(2 * half + 64).schedule == "ring"
+        assert "8.0 GiB of keys and values are too many" in str(plan(2 * half + 64))
+        length = 2 * half + 1024
+        assert plan(length, HeadTail(length, 64)).schedule == "ring"
+        documents = plan(length, PerDocumentHeadTail([length // 8] * 8, 64))
+        assert documents.schedule == "exchange" and "no ring, for some rank" in str(documents)
 
 
 def test_local_rows_to_positions():

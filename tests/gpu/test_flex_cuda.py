@@ -17,10 +17,21 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.flex import group_ops
+from cp_dispatch.flex.carriers import Collectives
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
-from tests.flex.problems import KINDS, FlexProblem, causal, check, documents, exact, one_device
-from tests.flex.sharded import ROWS, run_sharded
+from tests.flex.problems import (
+    KINDS,
+    NAMES,
+    FlexProblem,
+    causal,
+    check,
+    documents,
+    exact,
+    one_device,
+)
+from tests.flex.sharded import ROWS, in_groups, run_sharded
 
 GPUS = torch.cuda.device_count()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -202,13 +213,14 @@ def kernel_options(env: Env) -> None:
         check(got, exact(problem, env.device), one_device(problem, env.device, attend))
 
 
-def memory(env: Env) -> None:
+def memory(env: Env, layout: bool = False) -> None:
     """A step holds room for all keys, their gradients and what is on the way, and no more: not a
     second copy for the backward, not one in float32."""
     torch._dynamo.reset()
     local, heads, dim = 8192, 8, 128
     length, mesh, attend = local * env.world_size, env.mesh(), compiled()
     mask = create_block_mask(causal, None, None, length, length, env.device)
+    layout = HeadTail(length, env.world_size) if layout else None
 
     def step():
         leaves = [
@@ -223,7 +235,7 @@ def memory(env: Env) -> None:
         out.backward(torch.ones_like(out))
         return torch.cuda.max_memory_allocated() - before
 
-    with cp_dispatch.enabled():
+    with cp_dispatch.enabled(layout=layout):
         step()
         gc.collect()
         extra = step()
@@ -232,6 +244,79 @@ def memory(env: Env) -> None:
     # Keys and their gradients, three results and dO, one exchange each way, wide sums.
     allowed = 2 * whole + 4 * shard + 2 * shard + 2 * shard
     assert extra < allowed, f"{extra / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f} MiB"
+
+
+def plain_in_a_block(env: Env, kind: str, balancer: str | None) -> None:
+    """Plain shards inside context_parallel, compiled and trained; the second call compiles
+    nothing."""
+    torch._dynamo.reset()
+    problem, attend = FlexProblem(kind, 1024, heads=4, key_heads=4, dim=64, dtype=BF16), compiled()
+    mods = problem.mods(env.device)
+    for again in (False, True):
+        mask, tensors = problem.block_mask(mods, env.device), problem.tensors(env.device)
+        block = cp_dispatch.context_parallel(
+            env.mesh(), buffers=[*tensors, mask], buffer_seq_dims=[2] * 6, balancer=balancer
+        )
+        with block, torch._dynamo.config.patch(error_on_recompile=again):
+            leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+            results = problem.attend(*leaves, mods, mask, attend)
+            asked = leaves if mods.parameter is None else [*leaves, mods.parameter]
+            grads = torch.autograd.grad(results, asked, tensors[3:])
+            local = [x.detach().clone() for x in (*results, *grads[:3])]
+        layout = HeadTail(problem.length, env.world_size) if balancer else None
+        whole = cp_dispatch.unshard(env.mesh(), local, 2, layout)
+        got = dict(zip(NAMES, [*whole, *grads[3:]], strict=False))
+        if env.rank == 0:
+            check(got, exact(problem, env.device), one_device(problem, env.device, compiled()))
+
+
+def by_groups(env: Env, inner, nccl: bool = False, **how) -> None:
+    """A case with its keys by groups of heads; ``nccl``: and without copy engines."""
+    with in_groups() as found, pytest.MonkeyPatch.context() as patch:
+        if nccl:
+            for name in ("keys_by", "gradients_by"):
+                patch.setattr(
+                    group_ops, name, lambda exchange, ring, *_: Collectives(exchange, ring)
+                )
+        inner(env, **how)
+    assert found, "no groups"
+
+
+def groups_like_one(env: Env, nccl: bool) -> None:
+    """Bit by bit what one kernel gives, again and again, with ranks that come late: nobody reads
+    what is not there yet, or writes what is still read."""
+    local, ranks = 2048, env.world_size
+    length, layout = local * ranks, HeadTail(local * ranks, ranks)
+    mask = create_block_mask(causal, None, None, length, length, env.device)
+    sizes = [(1, heads, local, 64) for heads in (8, 4, 4, 8)]
+    generator = torch.Generator(env.device).manual_seed(env.rank)
+    rounds = [
+        [torch.randn(s, generator=generator, device=env.device, dtype=BF16) for s in sizes]
+        for _ in range(12)
+    ]
+
+    def run(late: bool) -> list[list[torch.Tensor]]:
+        torch._dynamo.reset()
+        attend, results = compiled(), []
+        for step, tensors in enumerate(rounds):
+            *leaves, grad = (DTensor.from_local(x, env.mesh(), ROWS) for x in tensors)
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            if late and step % ranks == env.rank:
+                torch.cuda._sleep(20_000_000)
+            out = attend(*leaves, block_mask=mask, enable_gqa=True)
+            if late and (step + 1) % ranks == env.rank:
+                torch.cuda._sleep(20_000_000)
+            grads = torch.autograd.grad(out, leaves, grad)
+            results.append([x.to_local() for x in (out.detach(), *grads)])
+        return results
+
+    with cp_dispatch.enabled(layout=layout):
+        want = run(False)
+        got = []
+        by_groups(env, lambda _: got.extend(run(True)), nccl=nccl)
+    for mine, theirs in zip(got, want, strict=True):
+        for name, a, b in zip(("output", "dQ", "dK", "dV"), mine, theirs, strict=True):
+            assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
 
 
 CASES = {}
@@ -294,6 +379,24 @@ _case("auxiliary outputs", auxiliary)
 _case("uncompiled", uncompiled)
 _case("kernel options", kernel_options)
 _case("memory", memory)
+_case("groups, memory", by_groups, inner=memory, layout=True)
+for _nccl in (False, True):
+    _how = "NCCL" if _nccl else "copy engines"
+    for _kind in ("causal", "by head", "relative bias", "documents of each row"):
+        _problem = FlexProblem(_kind, 1000, heads=4, key_heads=4, dim=64, dtype=BF16)
+        _case(f"groups by {_how}, {_kind}", by_groups, inner=judge, nccl=_nccl, problem=_problem)
+    _case(f"groups by {_how} in a layout", by_groups, inner=laid_out, kind="head-tail", nccl=_nccl,
+          problem=FlexProblem("causal", 2048, heads=8, key_heads=4, dim=64, dtype=BF16),
+          )  # fmt: skip
+    _case(f"groups by {_how}, like one", groups_like_one, nccl=_nccl)
+for _balancer in (None, "head-tail"):
+    _case(f"plain in a block, {_balancer}", plain_in_a_block, kind="by head", balancer=_balancer)
+_case("plain in a block, bias", plain_in_a_block, kind="relative bias", balancer="head-tail")
+_case("groups, plain in a block", by_groups, inner=plain_in_a_block, kind="by head",
+      balancer="head-tail")  # fmt: skip
+_case("groups, own rows", by_groups, inner=own_rows, layout=True,
+      problem=FlexProblem("by head", 2048, heads=4, key_heads=4, dim=64))  # fmt: skip
+_case("groups, model", by_groups, inner=model_in_one_graph)
 for _kind, _placements in (
     ("documents of each row", (Shard(0), Shard(2))),
     ("by head", (Shard(2), Shard(1))),

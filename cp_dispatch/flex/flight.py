@@ -1,0 +1,115 @@
+"""Keys and gradients on their way, beside the kernels.
+
+Note [Tokens]
+~~~~~~~~~~~~~
+The ops of a graph are functions: one starts moves and returns a *token*, a number on the host, and
+a later one takes what came by that token. Between the two, nothing of a graph's memory may be in
+use by another stream, for graphs write over what they need no more. So all that a side stream reads
+and writes was made in the op and belongs to the flight, until the current stream has waited for it.
+
+Keys that are asked for with a token that is not known, as in a graph that keeps the token and
+computes the rest anew, are brought then: a token makes keys come early, not right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.schedules.comm import Ring
+
+_flights: dict[int, object] = {}
+_numbers = itertools.count(1)
+
+
+def register(flight) -> Tensor:
+    """A token for a flight; once that is gone, so is the flight."""
+    number = next(_numbers)
+    _flights[number] = flight
+    token = torch.full((), number, dtype=torch.int64, device="cpu")
+    weakref.finalize(token.untyped_storage(), _forget, number).atexit = False
+    return token
+
+
+def find(token: Tensor):
+    return _flights.get(int(token))
+
+
+def _forget(number: int) -> None:
+    _flights.pop(number, None)
+
+
+class Arrivals:
+    """Keys and values of one group of heads after the other on their way to this rank."""
+
+    def __init__(self, ring: Ring):
+        self._ring, self._buffers, self._there = ring, {}, {}
+
+    def start(self, carrier, buffers: list[Tensor]) -> None:
+        """Fill buffers, which have this rank's own rows; their memory is the current stream's."""
+        carrier.open()
+        with self._ring.after(self._ring.mark()):
+            for group, buffer in enumerate(buffers):
+                carrier.fetch(group, buffer)
+                self._buffers[group] = buffer
+                self._there[group] = self._ring.mark()
+
+    def take(self, group: int) -> Tensor | None:
+        """The keys of a group, for once, when they are there."""
+        self._ring.wait(self._there.get(group))
+        return self._buffers.pop(group, None)
+
+    def __del__(self):
+        # What nobody took goes when the side stream needs it no more.
+        for group in list(self._buffers):
+            self.take(group)
+
+
+class Returns:
+    """Gradients of one group of heads after the other on their way to the keys' owners."""
+
+    def __init__(self, ring: Ring, grads: tuple[Tensor, Tensor]):
+        self._ring, self._grads, self._held = ring, grads, []
+        self._there = None
+        self.sent = 0
+
+    def start(self, carrier, group: int, staged: Tensor, sums: list[Tensor], finish) -> None:
+        """Send staged shares to owners and add what comes to ``sums``, then ``finish(*grads)``."""
+        shards = [total.flatten(2).flatten(0, 1) for total in sums]
+        with self._ring.after(self._ring.mark()):
+            carrier.give(group, staged, shards)
+            finish(*self._grads)
+            self._there = self._ring.mark()
+        self._held += [staged, *sums]
+        self.sent += 1
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """dK and dV, whole."""
+        self._ring.wait(self._there)
+        grads, self._grads, self._there = self._grads, None, None
+        self._held.clear()
+        self.sent = 0
+        return grads
+
+    def __del__(self):
+        if self._there is not None:
+            self.take()
+
+
+def returns_of(token: Tensor, groups: int) -> Returns:
+    """The flight of a token after so many groups.
+
+    Raises:
+        ContextParallelError: it is not there.
+    """
+    found = find(token)
+    if not isinstance(found, Returns) or found.sent != groups:
+        raise ContextParallelError(
+            "gradients of keys that were on their way are not there: was a part of a backward "
+            "graph run without the rest, or twice?"
+        )
+    return found

@@ -1,0 +1,135 @@
+"""The custom ops of calls that are cut into groups of heads: see Note [Groups of heads] and
+Note [Tokens]. As those of :mod:`cp_dispatch.flex.ops` they are functions of plain local tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cp_dispatch._compat import resolve_group
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.flex.flight import Arrivals, Returns, find, register, returns_of
+from cp_dispatch.flex.groups import spans
+from cp_dispatch.flex.mask_job import MaskJob
+from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define
+from cp_dispatch.flex.pulled import gradients_by, keys_by
+from cp_dispatch.flex.rows import copy_all, rows_of, split_rows
+from cp_dispatch.schedules.comm import Ring
+
+# key, value and the mask's arguments are as in ops.py, of all heads of this rank. groups: how many
+# there are; group: which one is meant. after: what has to be computed before, so that a graph
+# waits for keys no earlier than it must.
+SCHEMAS = (
+    f"flex_start(Tensor key, Tensor value, {MASK}, int groups, bool fill, bool backward) -> Tensor",
+    f"flex_arrive(Tensor token, Tensor? after, Tensor key, Tensor value, {MASK}, int groups, "
+    "int group, bool fill) -> Tensor",
+    f"flex_give(Tensor? token, Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
+    f"{MASK}, int groups, int group) -> Tensor",
+    f"flex_collect(Tensor token, Tensor key, Tensor value, {MASK}, int groups) -> (Tensor, Tensor)",
+)
+
+
+def _flex_start(key: Tensor, value: Tensor, *args) -> Tensor:
+    """Start bringing the keys of all groups; a token for them."""
+    *mask, groups, fill, _ = args
+    job = MaskJob(*mask)
+    check_rows(job, key)
+    exchange, ring = job.exchange(key.device), _ring(job, key)
+    carrier = keys_by(exchange, ring, key, value, groups)
+    size = key.size(1) // groups
+    parts = list(zip(*(x.split(size, 1) for x in (key, value)), strict=True))
+    buffers = [bring_buffer(job, *part) for part in parts]
+    if fill:
+        for buffer in buffers:
+            buffer.zero_()
+    pairs = carrier.offer(parts)
+    for part, buffer in zip(parts, buffers, strict=True):
+        pairs += exchange.own_places(*part, buffer)
+    copy_all(pairs)
+    flight = Arrivals(ring)
+    flight.start(carrier, buffers)
+    return register(flight)
+
+
+def _flex_arrive(token: Tensor, after, key: Tensor, value: Tensor, *args) -> Tensor:
+    """The keys of one group, as ``flex_bring`` gives them."""
+    *mask, groups, group, fill = args
+    flight = find(token)
+    buffer = flight.take(group) if isinstance(flight, Arrivals) else None
+    if buffer is not None:
+        return buffer
+    part = (_heads(x, groups, group).contiguous() for x in (key, value))
+    return torch.ops.cp_dispatch.flex_bring(*part, *mask, fill, False)
+
+
+def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -> Tensor:
+    """Start sending gradients of a group's keys of all positions to the keys' owners."""
+    *mask, groups, group = args
+    job = MaskJob(*mask)
+    exchange, ring = job.exchange(key.device), _ring(job, key)
+    if group == 0:
+        check_rows(job, key)
+        flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))
+    else:
+        flight = returns_of(token, group)
+    lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
+    batch, _, length, _ = key.shape
+    heads = grad_key.size(1)
+    sums = [
+        x.new_empty((lanes, length, batch // lanes, heads, x.size(3)), dtype=wide)
+        for x in (key, value)
+    ]
+    parts = [rows_of(x, lanes) for x in (grad_key, grad_value)]
+    exchange.keep(parts, [total.flatten(2).flatten(0, 1) for total in sums])
+    carrier = gradients_by(exchange, ring, key, value, groups)
+    # A copy: what another stream reads is no memory of a graph.
+    staged = carrier.room(group, parts[0], sum(part.size(1) for part in parts))
+    copy_all(exchange.stage(parts, staged))
+
+    def finish(*grads: Tensor) -> None:
+        for grad, total in zip(grads, sums, strict=True):
+            _heads(grad, groups, group).copy_(split_rows(total, [grad.size(3)])[0])
+
+    flight.start(carrier, group, staged, sums, finish)
+    return register(flight)
+
+
+def _flex_collect(token: Tensor, key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tensor]:
+    """dK and dV of this rank's keys, laid out like them, once all groups are there."""
+    return returns_of(token, args[-1]).take()
+
+
+def _ring(job: MaskJob, key: Tensor) -> Ring:
+    return Ring.of(resolve_group(job.group_name), key.device)
+
+
+def _heads(x: Tensor, groups: int, group: int) -> Tensor:
+    return x.narrow(1, *spans(x.size(1), groups)[group])
+
+
+def _token_fake(like: Tensor) -> Tensor:
+    return like.new_empty((), dtype=torch.int64, device="cpu")
+
+
+def _flex_start_fake(key, value, *args):
+    return _token_fake(key)
+
+
+def _flex_arrive_fake(token, after, key, value, *args):
+    *mask, groups, group, _ = args
+    return bring_buffer(MaskJob(*mask), *(_heads(x, groups, group) for x in (key, value)))
+
+
+def _flex_give_fake(token, grad_key, grad_value, key, value, *args):
+    return _token_fake(key)
+
+
+def _flex_collect_fake(token, key, value, *args):
+    return torch.empty_like(key), torch.empty_like(value)
+
+
+define(
+    SCHEMAS,
+    (_flex_start, _flex_arrive, _flex_give, _flex_collect),
+    (_flex_start_fake, _flex_arrive_fake, _flex_give_fake, _flex_collect_fake),
+)

@@ -1,0 +1,141 @@
+"""Groups of heads by copy engines: ranks read what they need out of each other's rooms.
+
+Rows lie in a room of their owner, and whoever needs some copies them to where they belong: for
+keys, from the owner's shard to their positions in the buffer of a graph, so that nothing is packed
+or unpacked and what no row attends is not copied. (A graph may write over its buffers, so they can
+be no rooms themselves.) Shares of gradients lie owner after owner; the owner copies and adds them.
+
+The flags are those of Note [Flags of a mailbox], the other way round: "free" says that rows are
+there, "full" that they were read.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cp_dispatch.flex.carriers import Collectives
+from cp_dispatch.flex.exchange import Exchange
+from cp_dispatch.flex.rows import Pairs, split_rows
+from cp_dispatch.schedules.comm import Ring
+
+# A copy costs some microseconds; where a rank needs more runs of rows than this, a collective moves
+# them, and kernels put them in place.
+_MOST_RUNS = 64
+
+
+def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
+    """What brings the keys of all groups; all ranks find the same."""
+    if 0 < exchange.most_runs <= _MOST_RUNS:
+        rows = [exchange.keys.lanes * exchange.keys.rows(rank) for rank in range(ring.world_size)]
+        room = _Room(exchange, ring, "flex keys", key, value, groups, max(rows))
+        if room.box is not None:
+            return PulledKeys(exchange, ring, room, rows, groups)
+    return Collectives(exchange, ring)
+
+
+def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
+    """What takes the gradients of all groups home; all ranks find the same."""
+    rows = exchange.shares
+    room = _Room(exchange, ring, "flex gradients", key, value, groups, max(map(sum, rows)))
+    if room.box is not None:
+        return PulledGradients(exchange, ring, room, rows, groups)
+    return Collectives(exchange, ring)
+
+
+class _Room:
+    """A mailbox with as many rows for each group of heads; ``box`` is None where there is none."""
+
+    def __init__(self, exchange, ring: Ring, name: str, key: Tensor, value: Tensor, groups, rows):
+        batch, heads, _, dim = key.shape
+        self.shape = exchange.keys.lanes, batch // exchange.keys.lanes, heads // groups
+        self.dims = dim, value.size(3)
+        self.columns = self.shape[1] * self.shape[2] * sum(self.dims)
+        self.dtype = key.dtype
+        self._step = -(-rows * self.columns * self.dtype.itemsize // 256) * 256
+        size = groups * self._step
+        self.box = ring.mailbox(name, size) if size else None
+
+    def rows(self, rank: int, group: int, count: int) -> Tensor:
+        """The first rows ``(count, columns)`` of a group's part of a rank's room."""
+        flat = self.box.at(rank, group * self._step, count * self.columns, self.dtype)
+        return flat.view(count, self.columns)
+
+
+class _Pulled:
+    """``rows`` says how many there are in each rank's room: a number, or one for each owner."""
+
+    def __init__(self, exchange: Exchange, ring: Ring, room: _Room, rows, groups: int):
+        self._exchange, self._room, self._rows, self._groups = exchange, room, rows, groups
+        self._box, self._rank = room.box, ring.rank
+        size = ring.world_size
+        # The nearest first, so that no two ranks read from one at a time.
+        self._peers = [(ring.rank + step) % size for step in range(1, size)]
+        place = exchange, room.shape, room.dims, room.dtype, groups
+        found = self._box.views.get(place)
+        if found is None:
+            self._box.forget_many()
+            found = self._box.views[place] = [self._views(group) for group in range(groups)]
+        #: For each group: this rank's rows, and those of others that it reads.
+        self._own, self._there = zip(*found, strict=True)
+
+    def _pull(self, targets: list[Tensor], group: int, first: bool, last: bool) -> None:
+        self._box.pull(targets, self._there[group], first, last)
+
+
+class PulledKeys(_Pulled):
+    """As :class:`~cp_dispatch.flex.carriers.Collectives`, for keys."""
+
+    def _views(self, group: int):
+        lanes, per_lane, heads = self._room.shape
+        rows = self._room.rows(self._rank, group, self._rows[self._rank])
+        rows = rows.view(lanes, rows.size(0) // lanes, per_lane, heads, sum(self._room.dims))
+        there = []
+        for owner in self._peers:
+            theirs = self._room.rows(owner, group, self._rows[owner])
+            pieces = self._exchange.table[owner][self._rank].pieces
+            there += [theirs[start : start + count] for start, _, count in pieces]
+        return split_rows(rows, self._room.dims), there
+
+    def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
+        self._box.wait()  # until nobody reads what the room held before
+        return [
+            pair
+            for own, part in zip(self._own, parts, strict=True)
+            for pair in zip(own, part, strict=True)
+        ]
+
+    def open(self) -> None:
+        self._box.open()
+
+    def fetch(self, group: int, buffer: Tensor) -> None:
+        into = buffer.flatten(2).flatten(0, 1)
+        targets = [
+            into[place : place + count]
+            for owner in self._peers
+            for _, place, count in self._exchange.table[owner][self._rank].pieces
+        ]
+        self._pull(targets, group, group == 0, group == self._groups - 1)
+
+
+class PulledGradients(_Pulled):
+    """As :class:`~cp_dispatch.flex.carriers.Collectives`, for gradients."""
+
+    def _views(self, group: int):
+        there = []
+        for taker in self._peers:
+            shares = self._rows[taker]
+            rows = self._room.rows(taker, group, sum(shares))
+            there.append(rows[sum(shares[: self._rank]) :][: shares[self._rank]])
+        return self._room.rows(self._rank, group, sum(self._rows[self._rank])), there
+
+    def room(self, group: int, like: Tensor, columns: int) -> Tensor:
+        if group == 0:
+            self._box.wait()  # until nobody reads what the room held before
+        return self._own[group]
+
+    def give(self, group: int, staged: Tensor, shards: list[Tensor]) -> None:
+        came = [staged.new_empty(rows.shape) for rows in self._there[group]]
+        self._box.open()
+        self._pull(came, group, True, True)
+        of = dict(zip(self._peers, came, strict=True))
+        self._exchange.add({taker: of[taker] for taker in sorted(of)}, shards)

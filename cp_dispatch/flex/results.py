@@ -1,0 +1,60 @@
+"""Results of a rank: their outlines, and as DTensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import local_tensor
+
+
+def outlines(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros in the shapes of output, logsumexp and maximum of these rows."""
+    shape = query.shape[:3]
+    stats = torch.float64 if query.dtype is torch.float64 else torch.float32
+    out = query.new_zeros((*shape, value_dim))
+    return out, query.new_zeros(shape, dtype=stats), query.new_zeros(shape, dtype=stats)
+
+
+def placed_strides(shape, like) -> tuple:
+    """Strides of dense memory whose dims lie in the order that the strides ``like`` say, the last
+    dim innermost."""
+    outer = sorted(range(len(shape) - 1), key=lambda dim: (-like[dim], dim))
+    strides, step = [1] * len(shape), 1
+    for dim in reversed([*outer, len(shape) - 1]):
+        strides[dim] = step
+        step = step * shape[dim]
+    return tuple(strides)
+
+
+def wrap(local: Tensor, like: DTensor, placements=None) -> DTensor:
+    """A result of this rank as a DTensor with the batch, heads and sequence of ``like``.
+
+    Memory lies in the order that the strides of ``like`` say: views of a DTensor are decided by
+    its global strides, and then made of the shard.
+    """
+    shape = (*like.shape[:3], *local.shape[3:])
+    order = like.stride() if local.ndim == 4 else sorted(like.stride()[:3], reverse=True)
+    wanted = placed_strides(local.shape, order)
+    differ = [
+        dim for dim in range(local.ndim)
+        if local.shape[dim] > 1 and local.stride(dim) != wanted[dim]
+    ]  # fmt: skip
+    if differ and 0 not in local.shape:
+        local = torch.empty_strided(
+            local.shape, wanted, dtype=local.dtype, device=local.device
+        ).copy_(local)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements if placements is None else placements,
+        run_check=False, shape=torch.Size(shape), stride=placed_strides(shape, order),
+    )  # fmt: skip
+
+
+def nothing(like: DTensor, dims: int) -> DTensor:
+    """A result on a rank outside of the mesh."""
+    shape = like.shape[:dims]
+    return DTensor.from_local(
+        local_tensor(like).new_empty(0), like.device_mesh, like.placements, run_check=False,
+        shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
