@@ -1,4 +1,4 @@
-"""The README's tables of speed, made from what ``tools/bench.py`` and ``train_bench.py`` kept.
+"""The README's tables of speed, made from what ``bench.py`` and its like kept.
 
     python tools/bench_table.py
 
@@ -85,12 +85,33 @@ def train_table(record: dict) -> str:
     return "\n".join(lines)
 
 
+def host_table(record: dict) -> str:
+    """Host time of a call under each way."""
+    lines = [
+        "| us | forward | forward + backward | the same without autograd's threads |",
+        "|---" * 4 + "|",
+    ]
+    modes = "forward", "both", "both_one_thread"
+    for row in record["rows"]:
+        lines.append(f"| {row['name']} | {' | '.join(f'{row[mode]:,.0f}' for mode in modes)} |")
+    lines += [
+        "",
+        f"{record['tokens']} tokens per GPU on {record['ranks']} x {record['card']}, "
+        f"{record['kernel']} kernel, 8 heads of 64, bfloat16, causal, median of calls on the "
+        f"slowest rank. torch {record['torch']}, {record['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"train": train_table, "host": host_table}
+
+
 def main() -> None:
     readme = ROOT / "README.md"
 
     def filled(match: re.Match) -> str:
         record = json.loads((ROOT / "tools" / "results" / match[1]).read_text())
-        made = train_table(record) if record.get("kind") == "train" else table(record)
+        made = TABLES.get(record.get("kind"), table)(record)
         return f"<!-- bench {match[1]} -->\n{made}\n<!-- end -->"
 
     text = re.sub(

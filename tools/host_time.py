@@ -13,7 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import datetime
+import json
 import os
+import pathlib
 import pstats
 import statistics
 import time
@@ -27,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cp_dispatch
 
+MODES = "forward", "both", "both_one_thread"
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,8 +45,8 @@ def options():
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=32, help="of each rank")
     parser.add_argument("--fake", type=int, metavar="RANKS", help="one process, no communication")
-    parser.add_argument("--one-thread", action="store_true", help="no autograd threads")
     parser.add_argument("--only", action="append", help="candidates whose name holds this")
+    parser.add_argument("--out", type=pathlib.Path, help="write the rows as JSON here")
     parser.add_argument("--profile", metavar="SCHEDULE", help="cProfile of this schedule on rank 0")
     return parser.parse_args()
 
@@ -149,31 +153,54 @@ def main() -> None:
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     case = Case(mesh, args, torch.bfloat16 if args.device == "cuda" else torch.float32)
     tell = print if dist.get_rank() == 0 else lambda *_: None
-    what = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    record = {
+        "kind": "host",
+        "card": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "ranks": mesh.size(),
+        "tokens": args.tokens,
+        "kernel": args.kernel if args.device == "cuda" else None,
+        "rows": [],
+    }
     tell(
-        f"{mesh.size()} x {what}, torch {torch.__version__}, {args.tokens} tokens a rank, us a call"
+        f"{mesh.size()} x {record['card']}, torch {torch.__version__}, {args.tokens} tokens a "
+        "rank, us a call"
     )
-    tell(f"| {'':32} | forward | forward + backward |\n|---|---|---|")
+    tell(
+        f"| {'':36} | forward | forward + backward | same, no autograd threads |\n|---|---|---|---|"
+    )
+
+    def timed(name: str, *calls) -> None:
+        cells = {}
+        for mode, call, threads in zip(MODES, calls, (True, True, False), strict=True):
+            torch.autograd.set_multithreading_enabled(threads)
+            cells[mode] = measure(call, args) * 1e6
+        torch.autograd.set_multithreading_enabled(True)
+        record["rows"].append({"name": name, **cells})
+        tell(f"| {name:36} | {' | '.join(f'{x:.0f}' for x in cells.values())} |", flush=True)
+
     only = sdpa_kernel(KERNELS[args.kernel]) if args.device == "cuda" else contextlib.nullcontext()
     with only:
-        cells = [measure(call, args) for call in (case.local, case.local_both)]
-        tell(f"| {'kernels alone, local':32} | {cells[0] * 1e6:.0f} | {cells[1] * 1e6:.0f} |")
-        torch.autograd.set_multithreading_enabled(not args.one_thread)
+        timed("kernels alone, local", case.local, case.local_both, case.local_both)
         for name, way in candidates(args, mesh.size()):
             if args.only and not any(part in name for part in args.only):
                 continue
             try:
                 with way:
-                    cells = [f"{measure(f, args) * 1e6:.0f}" for f in (case.forward, case.both)]
+                    timed(name, case.forward, case.both, case.both)
             except Exception as error:
                 # On every rank alike: torch's has no CPU kernel, for one.
-                cells = [type(error).__name__, str(error).split("\n")[0][:60]]
-            tell(f"| {name:32} | {cells[0]} | {cells[1]} |")
+                tell(
+                    f"| {name:36} | {type(error).__name__} | {str(error).split(chr(10))[0][:60]} |"
+                )
         if args.profile:
             layout = cp_dispatch.HeadTail(args.tokens * mesh.size(), mesh.size())
             with cp_dispatch.enabled(schedule=args.profile, layout=layout):
                 for call in (case.forward, case.both):
                     profile(call, args, tell)
+    if args.out and dist.get_rank() == 0:
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     if not args.fake:
         dist.barrier()
     dist.destroy_process_group()
