@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.mailbox import rows_for
 
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 
@@ -148,9 +149,8 @@ def _rows_first(x: Tensor) -> Tensor:
     if x.dim() == 3:
         half = x.size(2) // 2
         return x.narrow(2, half, half).contiguous()
-    rows = x.transpose(1, 2)
-    one = rows if rows.size(0) < 2 else rows[0]
-    return rows if one.is_contiguous() else rows.contiguous()
+    (rows,) = rows_for((x,))
+    return rows
 
 
 def _aligned(size: int) -> int:

@@ -66,6 +66,8 @@ _HEADER = 4096
 #: The largest room, in bytes: it is held until the process ends.
 LARGEST = 2**30
 _GRAIN = 2**21
+#: Bytes between batch rows that CUDA copies at most.
+_LARGEST_PITCH = 2**31 - 1
 
 
 class Mailbox:
@@ -198,7 +200,17 @@ def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
     packed by a kernel of the current stream where they are not so."""
     rows = [x.transpose(1, 2) for x in tensors]
-    return [x if (x if x.size(0) < 2 else x[0]).is_contiguous() else x.contiguous() for x in rows]
+    return [x if can_be_copied(x) else x.contiguous() for x in rows]
+
+
+def can_be_copied(rows: Tensor) -> bool:
+    """Whether copies take ``(B, ...)`` as it lies: each batch row in one piece, and one after the
+    other, which those of an expanded tensor are not: a copy engine refuses such a pitch."""
+    if rows.size(0) < 2:
+        return rows.is_contiguous()
+    row = rows[0]
+    pitch = rows.stride(0)
+    return row.is_contiguous() and row.numel() <= pitch <= _LARGEST_PITCH // rows.itemsize
 
 
 _boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}

@@ -56,6 +56,11 @@ class Rooms:
         assert not any(self.flags.values()), self.flags
 
 
+def _is_slab(x: torch.Tensor) -> bool:
+    """What cudaMemcpy2D takes: batch rows in one piece, and no nearer to each other."""
+    return x.numel() == 0 or (x[0].is_contiguous() and (len(x) == 1 or x.stride(0) >= x[0].numel()))
+
+
 class Box:
     """As :class:`cp_dispatch.schedules.mailbox.Mailbox`."""
 
@@ -98,7 +103,7 @@ class Box:
         for target, source in zip(targets, sources, strict=True):
             assert target.shape == source.shape and target.dtype is source.dtype
             for x in (target, source):
-                assert x.numel() == 0 or x[0].is_contiguous(), x.stride()
+                assert _is_slab(x), x.stride()
             target.copy_(source)
             if target.untyped_storage().data_ptr() != own:
                 sent = self._rooms.sent
@@ -115,12 +120,13 @@ class Box:
             self.open(peers)
         self._take("free", peers)
         own = self._memory[self._rank].data_ptr()
+        assert all(map(_is_slab, sources)), [x.stride() for x in sources]
         for i in range(0, len(moves), 5):
             index, first, rows, address, stride = moves[i : i + 5]
             assert first + rows <= sources[index].size(1)
             for row in range(sources[index].size(0)):
                 slab = sources[index][row, first : first + rows]
-                assert slab.is_contiguous() and stride >= 0
+                assert len(sources[index]) == 1 or stride >= slab.nbytes
                 ctypes.memmove(address + row * stride, slab.data_ptr(), slab.nbytes)
                 if not own <= address < own + len(self._memory[self._rank]):
                     name = self._key[1], self._rank

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
 from cp_dispatch import HeadTail
@@ -129,11 +130,13 @@ def test_gather_of_all_moves_all(rooms):
     assert found == {"keys": [6.0] * 4, "gradients": [3.0] * 4}
 
 
-@pytest.mark.parametrize("schedule", ["gather", "natural_ring"])
+@pytest.mark.parametrize("schedule, causal", [
+    ("gather", True), ("gather", False), ("one_call", False), ("natural_ring", True),
+])  # fmt: skip
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule):
+def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, causal):
     """As running out of memory does, in the middle of a call; the next one is right."""
-    problem = Problem(heads=2, length=64, dim=16, causal=schedule == "natural_ring")
+    problem = Problem(heads=2, length=64, dim=16, causal=causal)
     tensors, method = problem.tensors(), getattr(CpuFlash, where)
     failing = threading.Event()
 
@@ -163,6 +166,32 @@ def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule):
 
     with only("cpu_flash"):
         run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("schedule", ["gather", "natural_ring", "mirrored_ring", "ulysses"])
+def test_batch_rows_that_are_one(rooms, schedule):
+    """Expanded over the batch, as latents and the gradients of means are: no engine copies so."""
+    problem = Problem(batch=3, heads=2, length=64, dim=16, causal=True)
+    rows = [x.transpose(1, 2)[:1].contiguous() for x in problem.tensors()]
+    tensors = [x.transpose(1, 2).expand(3, -1, -1, -1) for x in rows]
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        query, key, value, grad = (
+            DTensor.from_local(x.chunk(2, 2)[rank], mesh, [Shard(2)], run_check=False)
+            for x in tensors
+        )
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        with cp_dispatch.enabled(schedule=schedule):
+            output = problem.attend(*inputs)
+        got = output.detach(), *torch.autograd.grad(output, inputs, grad)
+        check([x.full_tensor() for x in got], want, alone, floors=floors, few=few)
+
+    with only("cpu_flash"):
+        run_threads(2, rank_body)
     rooms.assert_all_is_quiet()
 
 
