@@ -28,6 +28,7 @@ from torch.distributed.tensor._ops.utils import (
     register_op_strategy,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
@@ -284,7 +285,8 @@ def _guard_sizes(builder) -> None:
     for tracked in getattr(graph, "tracked_fakes", ()):
         if not isinstance(tracked.fake, DTensor):
             continue
-        sizes = {i: n for i, n in enumerate(tracked.fake.shape) if isinstance(n, int)}
+        # Constants, also those that were symbols until an op looked at them.
+        sizes = {i: int(n) for i, n in enumerate(tracked.fake.shape) if is_concrete_int(n)}
 
         def check(tensor, sizes=sizes) -> bool:
             shape = tensor.shape

@@ -110,16 +110,17 @@ def dynamic_length(env: Env, marked: bool) -> None:
     assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
 
 
-def lengths_whose_shards_are_alike(env: Env) -> None:
+def lengths_whose_shards_are_alike(env: Env, schedule="auto", causal=True) -> None:
     """Some ranks' shards are alike before and after, so that nothing but the DTensor's own size
     tells them that the length has changed."""
     mesh = env.mesh()
 
     def function(x):
-        return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True)
+        return F.scaled_dot_product_attention(x * 2, x, x, is_causal=causal)
 
     for dynamic in (None, False):
-        for lengths in ((131, 132, 131), (128, 127)):
+        # Of the last ones, the third is dynamic until the schedule looks at it.
+        for lengths in ((131, 132, 131), (128, 127, 126), (127, 128, 129), (64, 96, 131, 132, 131)):
             torch._dynamo.reset()
             compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
             for length in lengths:
@@ -128,7 +129,7 @@ def lengths_whose_shards_are_alike(env: Env) -> None:
                 results = []
                 for f in (function, compiled):
                     x = distribute(whole, mesh, ROWS).requires_grad_()
-                    with cp_dispatch.enabled():
+                    with cp_dispatch.enabled(schedule=schedule):
                         y = f(x)
                         results.append((y, *torch.autograd.grad(y, x, y.detach())))
                 for want, got in zip(*results, strict=True):
@@ -383,6 +384,12 @@ CASES = {
     "dynamic length, marked": functools.partial(dynamic_length, marked=True),
     "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
     "lengths whose shards are alike": lengths_whose_shards_are_alike,
+    "lengths whose shards are alike, gather": functools.partial(
+        lengths_whose_shards_are_alike, schedule="gather", causal=False
+    ),
+    "lengths whose shards are alike, one_call": functools.partial(
+        lengths_whose_shards_are_alike, schedule="one_call"
+    ),
     "whole step": whole_step,
     "whole step, inductor": functools.partial(whole_step, backend="inductor"),
     "checkpoint": functools.partial(whole_step, checkpointed=True),
