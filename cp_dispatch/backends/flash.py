@@ -90,14 +90,32 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-@functools.lru_cache(maxsize=256)
 def _lengths(batch: int, prefixes: Sequence[tuple[int, int]], device: torch.device):
-    """Where sequences of queries and keys start, and the longest of each."""
-    rows, keys = ([x[i] for x in prefixes] * batch for i in (0, 1))
-    starts = (
-        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in (rows, keys)
-    )
-    return *starts, max(rows), max(keys)
+    """Where sequences of queries and keys start, int32, and the longest of each.
+
+    Kept on the host alone, for the reason that layouts/select.py tells.
+    """
+    longest = tuple(map(max, zip(*prefixes, strict=True)))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # A graph must not remember host memory either.
+        return *(_counted(batch, x, device) for x in zip(*prefixes, strict=True)), *longest
+    starts = _starts(batch, tuple(prefixes), device.type == "cuda")
+    return *starts.to(device, non_blocking=True).unbind(), *longest
+
+
+@functools.lru_cache(maxsize=256)
+def _starts(batch: int, prefixes: tuple[tuple[int, int], ...], pinned: bool) -> Tensor:
+    lengths = zip(*prefixes, strict=True)
+    starts = torch.tensor([[0, *accumulate(x * batch)] for x in lengths], dtype=torch.int32)
+    return starts.pin_memory() if pinned else starts
+
+
+def _counted(batch: int, lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """A row of :func:`_starts` by kernels alone."""
+    total, ends = sum(lengths), accumulate(lengths)
+    how = {"dtype": torch.int32, "device": device}
+    rows = [torch.arange(end, end + batch * total, total, **how) for end in ends]
+    return torch.cat([torch.zeros(1, **how), torch.stack(rows, 1).flatten()])
 
 
 def _runs(prefixes, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor]):

@@ -66,8 +66,6 @@ _HEADER = 4096
 #: The largest room, in bytes: it is held until the process ends.
 LARGEST = 2**30
 _GRAIN = 2**21
-#: Bytes between batch rows that CUDA copies at most.
-_LARGEST_PITCH = 2**31 - 1
 
 
 class Mailbox:
@@ -204,13 +202,12 @@ def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def can_be_copied(rows: Tensor) -> bool:
-    """Whether copies take ``(B, ...)`` as it lies: each batch row in one piece, and one after the
-    other, which those of an expanded tensor are not: a copy engine refuses such a pitch."""
+    """Whether copies take ``(B, ...)`` as it lies: batch rows in one piece, and no nearer than they
+    are long, as those of an expanded tensor are, nor 2 GiB apart: CUDA copies neither."""
     if rows.size(0) < 2:
         return rows.is_contiguous()
-    row = rows[0]
-    pitch = rows.stride(0)
-    return row.is_contiguous() and row.numel() <= pitch <= _LARGEST_PITCH // rows.itemsize
+    row, pitch = rows[0], rows.stride(0)
+    return row.is_contiguous() and row.numel() <= pitch < 2**31 // rows.itemsize
 
 
 _boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}

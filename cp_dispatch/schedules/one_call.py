@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Geometry, laid_out
-from cp_dispatch.merge import to_token_major
+from cp_dispatch.merge import to_token_major, token_major
 from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
@@ -47,6 +47,12 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
             "the schedule one_call takes no attn_mask and no dropout, and several ranks; "
             'call the op with "ring"'
         )
+    if _is_empty(query):
+        dtype, lse_dtype = (
+            x(query.dtype) for x in (job.backend.output_dtype, job.backend.logsumexp_dtype)
+        )
+        out = token_major(*query.shape[:3], value.size(3), like=query, dtype=dtype)
+        return out, query.new_empty(query.shape[:3], dtype=lse_dtype)
     keys = prefix_keys(key, value, job.geometry, job.ring)
     with part("one_call"):
         there = keys.come()
@@ -72,6 +78,9 @@ def backward(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`cp_dispatch.schedules.ring.backward`; there is no mask."""
+    if _is_empty(query):
+        dq, dk, dv = (token_major(*x.shape, like=x) for x in (query, key, value))
+        return (dq, dk, dv, None) if key_grad else (dq, None, None, None)
     keys = prefix_keys(key, value, job.geometry, job.ring)
     sums = None
     if key_grad:
@@ -97,6 +106,11 @@ def backward(
     del dk, dv
     dq = to_token_major(dq, query.dtype)
     return dq, *sums.finish([]), None
+
+
+def _is_empty(query: Tensor) -> bool:
+    """No batch row or head, on any rank of the ring: kernels refuse that."""
+    return 0 in query.shape[:2]
 
 
 # -- What it costs, see cp_dispatch.report --------------------------------------------------------

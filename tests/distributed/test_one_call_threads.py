@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
 from cp_dispatch import HeadTail
+from cp_dispatch.backends import flash
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.backends.math import Math
 from cp_dispatch.layouts import laid_out
@@ -119,6 +120,43 @@ def test_right(rooms, heads, causal, kind, kernel, world_size):
 def test_dtypes(rooms, kernel, dtype):
     problem = Problem(batch=1, heads=4, key_heads=2, length=256, dim=16, causal=True, dtype=dtype)
     judge(rooms, problem, 4, kernel, "head-tail")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_batch_row(rooms, monkeypatch, causal):
+    """CUDA's kernels refuse a batch of none, which a rank of another mesh dim may have."""
+    problem = Problem(batch=0, heads=4, key_heads=2, length=64, dim=16, causal=causal)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("batch size must be positive")
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(CpuFlash, name, refuse)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        with cp_dispatch.enabled(schedule="one_call"):
+            for needs in ((True, True, True), (True, False, False), (False, False, False)):
+                got = run_sharded(problem, problem.tensors(), mesh, needs=needs)
+                for x, like in zip(got, problem.tensors()[:1] + problem.tensors()[:3], strict=True):
+                    assert x is None or x.shape == like.shape
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+
+
+def test_where_sequences_start():
+    """Of flash's packed sequences; a graph that is recorded counts them itself."""
+    prefixes = ((3, 5), (2, 16), (4, 7))
+    for batch in (1, 3):
+        *starts, rows, keys = flash._lengths(batch, prefixes, torch.device("cpu"))
+        assert (rows, keys) == (4, 16)
+        for index, found in enumerate(starts):
+            lengths = [x[index] for x in prefixes] * batch
+            assert found.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+            assert found.dtype is torch.int32 and found.is_contiguous()
+            counted = flash._counted(batch, tuple(x[index] for x in prefixes), found.device)
+            assert counted.equal(found) and counted.dtype is torch.int32
 
 
 def test_documents_in_one_row(rooms):
