@@ -32,7 +32,8 @@ class Plan:
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
             order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
-            all keys in one buffer; ``"one_call"``, all keys for one kernel call; ``"ulysses"``,
+            all keys in one buffer, ``head_groups`` groups of key heads one after the other;
+            ``"one_call"``, all keys for one kernel call; ``"ulysses"``,
             heads by all-to-all, and ``"hybrid"``, among ``head_ranks`` consecutive ranks and with
             the schedule ``across`` among these groups; ``"replicated_keys"`` or
             ``"replicated_queries"`` where no key needs to move; ``"local"`` if the sequence is not
@@ -70,6 +71,7 @@ class Plan:
     shards: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None
     head_ranks: int = 1
+    head_groups: int = 1
     across: str = ""
     owners: Geometry | RowGeometry | None = None
     wide_key_grads: bool = False
@@ -90,6 +92,8 @@ class Plan:
         """The schedule's name as the op takes it: one rank is a ring of one."""
         if self.schedule == "hybrid":
             return f"hybrid:{self.head_ranks}:{self.across}"
+        if self.head_groups > 1:
+            return f"{self.schedule}:{self.head_groups}"
         return "ring" if self.schedule == "local" else self.schedule
 
     @property

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.options import head_ranks
 from cp_dispatch.schedules import gather, mirror, prefix_plan
+from cp_dispatch.schedules.head_groups import groups_for
 from cp_dispatch.schedules.head_shares import are_alike
+from cp_dispatch.schedules.mailbox import LARGEST
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
@@ -80,11 +82,22 @@ def _gathered(plan: Plan) -> Plan:
     if plan.is_causal and plan.layout is None:
         if mirror.fits(plan.query_length, plan.key_length, plan.world_size):
             reason = "half-shards of query and output are exchanged with the mirror rank"
-            return _with(plan, reason, "mirrored_gather")
+            return _in_groups(_with(plan, reason, "mirrored_gather"))
     elif gather.fits(plan.geometry):
-        return _with(plan, "all keys are gathered: few large kernels", "gather")
+        return _in_groups(_with(plan, "all keys are gathered: few large kernels", "gather"))
     reason = "not gathered: the ranks' spans of keys are not alike in number and length"
     return _with(plan, reason)
+
+
+def _in_groups(plan: Plan) -> Plan:
+    """A gather whose keys are too many for one room, by groups of key heads."""
+    _, (_, key_heads, length, _), _ = plan.shards
+    size = plan.key_row_bytes * length * plan.world_size
+    groups = groups_for(key_heads, size, LARGEST)
+    if groups == 1:
+        return plan
+    words = f"{groups} groups of key heads one after the other, for all take {size / 2**20:.0f} MiB"
+    return dataclasses.replace(_with(plan, words), head_groups=groups)
 
 
 def _in_one_call(plan: Plan, masked: bool, device_type: str) -> Plan:
