@@ -119,7 +119,7 @@ def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: 
 
 CASES = {
     "balanced by itself, short": functools.partial(
-        large_enough_to_pay, tokens=4096, schedule="mirrored_gather"
+        large_enough_to_pay, tokens=8192, schedule="mirrored_gather"
     ),
     "balanced by itself, many keys": functools.partial(
         large_enough_to_pay, tokens=8192, key_heads=72, schedule="mirrored_ring"
