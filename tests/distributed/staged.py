@@ -30,6 +30,8 @@ def is_staged() -> bool:
 
 
 def register() -> None:
+    # Ranks of a subgroup may well have GPUs of their own, but no NCCL to meet by.
+    os.environ["CP_DISPATCH_COPY_ENGINES"] = "0"
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, Staged, devices=["cpu", "cuda"])
 
