@@ -8,6 +8,7 @@ Importing changes nothing of torch; ``enable()`` does, and ``disable()`` undoes 
 
 from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas
 from cp_dispatch import sharding as _sharding  # noqa: F401  registers the DTensor rules
+from cp_dispatch.decide import explain
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.create import create_cp_block_mask
 from cp_dispatch.flex.explain import explain_flex
@@ -23,7 +24,7 @@ from cp_dispatch.layouts import (
 from cp_dispatch.ops import ops_to_save
 from cp_dispatch.parallel_style import ContextParallel
 from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
-from cp_dispatch.plan import Plan, explain
+from cp_dispatch.plan import Plan
 from cp_dispatch.toggle import disable, enable, enabled, is_enabled
 
 __version__ = "0.1.0"

@@ -19,13 +19,14 @@ from cp_dispatch._compat import (
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.compile_cache import note_group
+from cp_dispatch.decide import make_plan
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.ops import forward_op
 from cp_dispatch.options import Options
-from cp_dispatch.plan import Plan, make_plan
+from cp_dispatch.plan import Plan
 
 
 def involves_dtensor(query, key, value, attn_mask) -> bool:

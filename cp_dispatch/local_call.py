@@ -27,6 +27,7 @@ from cp_dispatch._compat import (
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.decide import make_plan
 from cp_dispatch.dispatch import run_op
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
@@ -34,7 +35,7 @@ from cp_dispatch.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_o
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext, refuse, words
-from cp_dispatch.plan import Plan, make_plan
+from cp_dispatch.plan import Plan
 
 
 def attend_plain(

@@ -1,36 +1,15 @@
-"""From a call to a plan: who handles it and how, or every reason why not. Pure data, no
-communication; all ranks come to the same plan because it looks only at what they share."""
+"""A plan: what happens to one call, as pure data that ops, reports and people read."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import math
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.backends import BACKENDS, wide_dtype
-from cp_dispatch.call import Call
-from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layout_rules import layout_refusals, mask_order
 from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
-from cp_dispatch.normalize import (
-    autocast,
-    four_dims,
-    without_causal_bias,
-)
-from cp_dispatch.options import Options
-from cp_dispatch.planner import choose, constants_here, with_predictions
-from cp_dispatch.refusal import (
-    context_dims,
-    form_refusals,
-    ring_refusals,
-    unsharded_refusals,
-)
 from cp_dispatch.report import (
     GATHERS,
     RINGS,
@@ -41,9 +20,6 @@ from cp_dispatch.report import (
     forward_transfers,
 )
 from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.sharding import sequence_kinds, target_placements
-from cp_dispatch.transport import carrier
-from cp_dispatch.why_not import reasons_against
 
 
 @dataclass(frozen=True)
@@ -56,7 +32,8 @@ class Plan:
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
         schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
             order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
-            all keys in one buffer; ``"one_call"``, all keys for one kernel call; ``"ulysses"``,
+            all keys in one buffer, ``head_groups`` groups of key heads one after the other;
+            ``"one_call"``, all keys for one kernel call; ``"ulysses"``,
             heads by all-to-all, and ``"hybrid"``, among ``head_ranks`` consecutive ranks and with
             the schedule ``across`` among these groups; ``"replicated_keys"`` or
             ``"replicated_queries"`` where no key needs to move; ``"local"`` if the sequence is not
@@ -94,6 +71,7 @@ class Plan:
     shards: tuple[tuple[int, ...], ...] = ()
     dtype: torch.dtype | None = None
     head_ranks: int = 1
+    head_groups: int = 1
     across: str = ""
     owners: Geometry | RowGeometry | None = None
     wide_key_grads: bool = False
@@ -114,6 +92,8 @@ class Plan:
         """The schedule's name as the op takes it: one rank is a ring of one."""
         if self.schedule == "hybrid":
             return f"hybrid:{self.head_ranks}:{self.across}"
+        if self.head_groups > 1:
+            return f"{self.schedule}:{self.head_groups}"
         return "ring" if self.schedule == "local" else self.schedule
 
     @property
@@ -168,235 +148,3 @@ class Plan:
 
     def __str__(self) -> str:
         return describe(self)
-
-
-def make_plan(options: Options | None, call: Call) -> Plan:
-    """Decide about a call that involves a DTensor."""
-    key = _cache_key(options, call)
-    plan = _plans.get(key) if key is not None else None
-    if plan is None:
-        plan = _decide(options, call)
-        if plan.handler == "refused":
-            return _in_words(plan, call)
-        _tell(plan, call)
-        if key is not None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    return plan
-
-
-def _tell(plan: Plan, call: Call) -> None:
-    """Log a plan the first time that it is made: never once per call.
-
-    One with symbolic lengths says no numbers, and asking for them would guard the trace.
-    """
-    if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
-        return
-    if logger.isEnabledFor(logging.INFO) and plan not in _told:
-        _told.add(plan)
-        logger.info("%s", dataclasses.replace(plan, call=call.describe()))
-
-
-def _in_words(plan: Plan, call: Call) -> Plan:
-    """The plan with what only people read."""
-    against = reasons_against(_local_call(call), plan.backend) if plan.shards else {}
-    return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
-
-
-logger = logging.getLogger(__name__)
-
-_told: set[Plan] = set()
-_plans: dict[tuple, Plan] = {}
-_MAX_PLANS = 1024
-
-
-def _cache_key(options: Options | None, call: Call) -> tuple | None:
-    """All that a decision looks at; None where there is no telling (in a trace, other types)."""
-    tensors = call.query, call.key, call.value
-    if is_tracing() or not all(type(x) is DTensor for x in tensors):
-        return None
-    mask = call.attn_mask
-    if mask is not None and type(mask) is not DTensor:
-        return None
-    return (
-        options,
-        *map(dtensor_spec, tensors),
-        None if mask is None else (dtensor_spec(mask), mask.requires_grad),
-        call.dropout_p,
-        call.is_causal,
-        call.enable_gqa,
-        _needs_grad(call),
-        sdp_flags(),
-        torch.cuda.current_device() if tensors[0].is_cuda else None,
-    )
-
-
-def _needs_grad(call: Call) -> bool:
-    return torch.is_grad_enabled() and any(
-        x.requires_grad for x in (call.query, call.key, call.value, call.attn_mask) if x is not None
-    )
-
-
-def _decide(options: Options | None, call: Call) -> Plan:
-    if options is None:
-        return Plan("stock", reasons=("cp_dispatch is not enabled",))
-    devices = {x.device_mesh.device_type for x in call.tensors.values() if isinstance(x, DTensor)}
-    if not devices <= {"cpu", "cuda"}:
-        return Plan("stock", reasons=(f"cp_dispatch handles CPU and CUDA, not {devices}",))
-    refusals = form_refusals(call)
-    if refusals:
-        return Plan("refused", reasons=tuple(refusals))
-    mesh = call.query.device_mesh
-    if not any(context_dims(x) for x in call.tensors.values()):
-        if options.layout is not None and call.query.ndim == 4:
-            refusals = layout_refusals(options.layout, call, "local", ())
-            if refusals:
-                return Plan("refused", reasons=tuple(refusals))
-        if mesh.device_type != "cpu":
-            return Plan("stock", reasons=("the sequence is not sharded",))
-        refusals = unsharded_refusals(call)
-        if refusals:
-            return Plan("refused", reasons=tuple(refusals))
-        return _with_backend(call, options, "local", ())
-    refusals = ring_refusals(call)
-    if not refusals:
-        kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
-        name, mesh_dims = next(iter(kinds.values())), tuple(kinds)
-        if options.layout is not None:
-            refusals = layout_refusals(options.layout, call, name, tuple(map(mesh.size, mesh_dims)))
-    if refusals:
-        return Plan("refused", reasons=tuple(refusals))
-    return _with_backend(call, options, name, mesh_dims)
-
-
-def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[int, ...]) -> Plan:
-    query, key, _ = call.tensors.values()
-    local = _local_call(call)
-    backend, reasons = choose_backend(local)
-    if backend is None:
-        refusal = (
-            f"no backend that is switched on takes local shards of shapes {local.shapes} in "
-            f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
-            "torch.backends.cuda flags"
-        )
-        return Plan("refused", reasons=(refusal, *reasons), shards=local.shapes)
-    layout = options.layout if schedule != "local" else None
-    plan = Plan(
-        "cp_dispatch",
-        backend=backend,
-        schedule=schedule,
-        layout=layout,
-        mask_order=mask_order(call) if layout is not None else "",
-        is_causal=call.is_causal,
-        mesh_dims=mesh_dims,
-        ring_shape=tuple(map(query.device_mesh.size, mesh_dims)),
-        query_length=query.shape[2],
-        key_length=key.shape[2],
-        reasons=reasons,
-        shards=local.shapes,
-        dtype=query.dtype,
-    )
-    if schedule != "ring":
-        return plan
-    device = local.device_type
-    return choose(
-        plan, options.schedule, device, call.attn_mask is not None or call.dropout_p > 0,
-        _own_rows(call, plan),
-        constants_here(device), local.needs_grad,
-    )  # fmt: skip
-
-
-def _own_rows(call: Call, plan: Plan) -> bool:
-    """Whether each rank has its own rows of a mask and no others."""
-    mask = call.attn_mask
-    if mask is None or mask.shape[2] == 1:
-        return False
-    return plan.layout is None or "rows" in plan.mask_order
-
-
-def _local_call(call: Call) -> LocalCall:
-    query, key, value = call.tensors.values()
-    query_target, key_target = target_placements(*(x.placements for x in (query, key, value)))
-    shapes = (
-        _largest_shard(query, query_target),
-        _largest_shard(key, key_target),
-        _largest_shard(value, key_target),
-    )
-    return LocalCall(
-        shapes,
-        query.dtype,
-        query.device_mesh.device_type,
-        call.is_causal,
-        call.enable_gqa,
-        _needs_grad(call),
-        _mask(call, shapes),
-        call.dropout_p,
-    )
-
-
-def _mask(call: Call, shapes) -> Mask | None:
-    """The mask beside the largest shards of query and key."""
-    mask = call.attn_mask
-    if mask is None:
-        return None
-    query, key, _ = shapes
-    full = (*query[:3], key[2])
-    shape = tuple(1 if size == 1 else n for size, n in zip(mask.shape, full, strict=True))
-    return Mask(shape, mask.dtype, torch.is_grad_enabled() and mask.requires_grad)
-
-
-def _largest_shard(tensor: DTensor, placements) -> tuple[int, ...]:
-    """Shape of the first, largest shard when placed as the query; plain ints also in a trace."""
-    shape = list(tensor.shape)
-    for size, placement in zip(tensor.device_mesh.shape, placements, strict=True):
-        if isinstance(placement, Shard):
-            shape[placement.dim] = -(-shape[placement.dim] // size)
-    return tuple(map(int, shape)) if not is_tracing() else tuple(map(_hint, shape))
-
-
-def _hint(size) -> int:
-    """A size's value in a trace, without a guard: which kernel fits does not hang on it."""
-    node = getattr(size, "node", None)
-    return int(size) if node is None or not node.has_hint() else int(node.hint)
-
-
-def explain(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
-    attn_mask=None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Plan:
-    """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
-
-    Takes the arguments of the call and returns a :class:`Plan`, which prints well. Computes
-    nothing (but autocast's casts, where that is on) and does not communicate; a call that would
-    raise gives a plan with all the reasons.
-    """
-    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    if not torch.is_inference_mode_enabled():
-        return _explain(*arguments)
-    # Python cannot see tensors made outside of inference mode in other dims inside.
-    with torch.inference_mode(False), torch.no_grad():
-        return _explain(*arguments)
-
-
-def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Plan:
-    from cp_dispatch.toggle import current_options
-
-    query, key, value = (autocast(x) for x in (query, key, value))
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
-        return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    four = four_dims(without_causal_bias(call))
-    plan = _in_words(make_plan(current_options(), four), four)
-    if plan.handler == "cp_dispatch" and four.attn_mask is None and not four.dropout_p:
-        plan = with_predictions(plan, query.device_mesh.device_type, False)
-    if plan.handler == "cp_dispatch":
-        moved = carrier(query, plan.schedule, plan.mesh_dims)
-        plan = dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
-    return dataclasses.replace(plan, call=call.describe())

@@ -78,7 +78,9 @@ def with_predictions(plan: Plan, device_type: str, own_rows: bool) -> Plan:
     constants = constants_here(device_type)
     if constants is None or plan.world_size == 1 or not plan.can_choose:
         return plan
-    ring = dataclasses.replace(plan, schedule="ring", head_ranks=1, across="", reasons=())
+    ring = dataclasses.replace(
+        plan, schedule="ring", head_ranks=1, head_groups=1, across="", reasons=()
+    )
     found = alternatives(ring, device_type, own_rows, constants)
     return dataclasses.replace(
         plan, predictions=tuple((x.op_schedule, *prediction) for x, prediction in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,16 @@ RINGS = ("ring", "mirrored_ring")
 GATHERS = ("gather", "mirrored_gather")
 
 
+def _one_group(plan: Plan) -> Plan:
+    """A plan of one of the groups of heads."""
+    shards = tuple((b, h // plan.head_groups, *rest) for b, h, *rest in plan.shards)
+    return dataclasses.replace(plan, head_groups=1, shards=shards)
+
+
 def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one forward on ``rank``, in order."""
+    if plan.head_groups > 1:
+        return forward_transfers(_one_group(plan), rank) * plan.head_groups
     schedule = SCHEDULES[plan.op_schedule]
     if hasattr(schedule, "transfers"):
         return schedule.transfers(plan, rank)[0]
@@ -47,6 +56,8 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
 
 def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one backward on ``rank`` when all inputs need gradients."""
+    if plan.head_groups > 1:
+        return backward_transfers(_one_group(plan), rank) * plan.head_groups
     schedule = SCHEDULES[plan.op_schedule]
     if hasattr(schedule, "transfers"):
         return schedule.transfers(plan, rank)[1]
@@ -139,6 +150,10 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     narrow, wide = plan.dtype.itemsize, plan.output_itemsize
     rows, output = math.prod(query[:3]), math.prod(query[:3]) * value[3]
     dq, dkv = math.prod(query), math.prod(key) + math.prod(value)
+    if plan.head_groups > 1:
+        forward, backward = extra_bytes(_one_group(plan))
+        whole = output * plan.kernel_itemsize + rows * plan.lse_itemsize
+        return forward + whole, backward + (dq + dkv) * narrow
     kernel = output * (wide if wide == 8 else narrow) + rows * plan.lse_itemsize
     kernel_grads = (dq + dkv) * narrow
     if plan.world_size == 1:

@@ -17,7 +17,7 @@ that shards what the mask broadcasts or has whole.
 
 Inputs that do not fit are redistributed by DTensor before the op runs (a replicated key beside
 a sharded query is cut locally). What calls may reach the ops is decided in
-:mod:`cp_dispatch.plan`; the rule only says what they mean.
+:mod:`cp_dispatch.decide`; the rule only says what they mean.
 """
 
 from __future__ import annotations

@@ -7,16 +7,18 @@ namespace {
 
 // What a thread has in flight: so many rows of so many packs. Where a row's sources are is two reads
 // away, which takes longer than the row itself if a thread has little of it.
+// Small blocks, for a row without sources leaves its threads idle until the block's others are done.
+constexpr int kBlock = 128;
 constexpr int kInFlight = 2;
 constexpr int kPacks = 4;
 
 template <typename T, typename Acc, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kBlock)
     sum_kernel(const __grid_constant__ Job job, const int64_t* order, int64_t places) {
   const uint32_t columns = 1u << job.columns_log2;
   const uint32_t column = threadIdx.x & (columns - 1);
   const uint32_t at =
-      blockIdx.x * (kThreads >> job.columns_log2) + (threadIdx.x >> job.columns_log2);
+      blockIdx.x * (kBlock >> job.columns_log2) + (threadIdx.x >> job.columns_log2);
   if (at >= job.count) return;
   int64_t source, target, index;
   locate(job, at, source, target, index);
@@ -72,15 +74,15 @@ void launch_sum(const RowCopy& whole, const int64_t* order, int64_t places, cuda
       const bool wide = unit_of(copy) == 16;
       job.units = static_cast<uint32_t>(copy.run / (wide ? 16 : static_cast<int>(sizeof(T))));
       while ((kPacks << job.columns_log2) < static_cast<int>(job.units) &&
-             (1 << job.columns_log2) < kThreads) {
+             (1 << job.columns_log2) < kBlock) {
         ++job.columns_log2;
       }
-      const uint32_t rows = kThreads >> job.columns_log2;
+      const uint32_t rows = kBlock >> job.columns_log2;
       const uint32_t blocks = (job.count + rows - 1) / rows;
       if (wide) {
-        sum_kernel<T, Acc, 16 / sizeof(T)><<<blocks, kThreads, 0, stream>>>(job, order, places);
+        sum_kernel<T, Acc, 16 / sizeof(T)><<<blocks, kBlock, 0, stream>>>(job, order, places);
       } else {
-        sum_kernel<T, Acc, 1><<<blocks, kThreads, 0, stream>>>(job, order, places);
+        sum_kernel<T, Acc, 1><<<blocks, kBlock, 0, stream>>>(job, order, places);
       }
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     });

@@ -1,4 +1,4 @@
-"""``cp_dispatch.plan`` tells each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
+"""``cp_dispatch.decide`` tells each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
 
 import logging
 import os
@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch import enabled, plan
+from cp_dispatch import decide, enabled
 from tests.ranks import one_rank
 
 
 @pytest.fixture
 def mesh():
-    plan._told.clear()
-    plan._plans.clear()
+    decide._told.clear()
+    decide._plans.clear()
     with one_rank() as mesh:
         yield mesh
-    plan._told.clear()
+    decide._told.clear()
 
 
 def attend(mesh, length, compiled=False, dynamic=None, **options):
@@ -33,7 +33,7 @@ def attend(mesh, length, compiled=False, dynamic=None, **options):
 
 
 def test_each_plan_is_told_once(mesh, caplog):
-    with caplog.at_level(logging.INFO, "cp_dispatch.plan"), enabled():
+    with caplog.at_level(logging.INFO, "cp_dispatch.decide"), enabled():
         for told, options in enumerate(({}, {"is_causal": True}), 1):
             for compiled in (False, False, True):
                 attend(mesh, 14, compiled, **options)
@@ -43,7 +43,7 @@ def test_each_plan_is_told_once(mesh, caplog):
 
 
 def test_symbolic_lengths_do_not_hinder_a_trace(mesh, caplog):
-    with caplog.at_level(logging.INFO, "cp_dispatch.plan"), enabled():
+    with caplog.at_level(logging.INFO, "cp_dispatch.decide"), enabled():
         for length in (16, 18):
             assert attend(mesh, length, compiled=True, dynamic=True).shape[2] == length
 
@@ -56,7 +56,7 @@ def test_it_is_silent_otherwise(mesh, caplog):
 
 def test_torch_logs():
     code = (
-        "import logging, cp_dispatch; from cp_dispatch.plan import logger;"
+        "import logging, cp_dispatch; from cp_dispatch.decide import logger;"
         "print(logger.isEnabledFor(logging.INFO))"
     )
     for setting, on in (("aot", "False"), ("cp_dispatch", "True"), ("+cp_dispatch", "True")):

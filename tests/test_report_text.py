@@ -97,9 +97,9 @@ handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
   rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
      0                4/0               6.125 (    3)        16.125 (    4)
      1                3/1               6.125 (    3)        16.125 (    4)
-     2                3/1               6.125 (    3)        14.125 (    4)
+     2                3/1               6.125 (    3)        18.125 (    4)
      3                4/0               6.125 (    3)        18.125 (    4)
-  extra memory about: 46.750 MiB forward, 74.000 MiB backward
+  extra memory about: 34.750 MiB forward, 62.000 MiB backward
   - half-shards of query and output are exchanged with the mirror rank""",
     )
 

@@ -103,6 +103,14 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=8192, causal=False), "gather"),
     (ring(tokens=131072, causal=False), "ring"),
     (ring(tokens=512, heads=(1, 1)), "one_call"),
+    # Kernels that have no causal mask at the bottom right.
+    (ring(tokens=512, heads=(1, 1), backend="cudnn"), "gather"),
+    (ring(tokens=2048, ranks=2, backend="cudnn"), "gather"),
+    (ring(tokens=2049, ranks=2, backend="cudnn"), "gather"),
+    (ring(tokens=8192, ranks=2, backend="cudnn"), "mirrored_gather"),
+    (ring(tokens=8193, ranks=2, backend="cudnn"), "ring"),
+    (ring(tokens=512, layout=HeadTail(2048, 4), backend="cudnn"), "gather"),
+    (ring(tokens=512, causal=False, backend="cudnn"), "one_call"),
 ])  # fmt: skip
 def test_auto_on_cuda_gathers_while_the_keys_are_few_enough(plan, schedule):
     assert settle(plan, "auto", "cuda").schedule == schedule

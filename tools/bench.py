@@ -195,8 +195,7 @@ def steps(problem: Problem, inputs, grad, call):
 
 
 def _mailbox_bytes() -> int:
-    """What mailboxes hold beside torch's statistics, while this project is the one that runs: all
-    of them, also those that only what ran before needs."""
+    """What mailboxes hold beside torch's statistics, while this project is the one that runs."""
     return mailbox.held_bytes() if cp_dispatch.is_enabled() else 0
 
 
@@ -369,6 +368,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
             if cuda:
                 gc.collect()
                 torch.cuda.empty_cache()
+                mailbox.free()  # the next one's memory is its own
     if cuda:
         name = {"implementation": "block kernels alone"}
         try:

@@ -260,6 +260,7 @@ def show(row: dict) -> str:
 def main() -> None:
     args = parse()
     if args.groups:
+        groups.DEVICES = "cpu", "cuda"
         groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES = (args.groups,), 0, 0
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")

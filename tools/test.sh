@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint and test a checkout: bash tools/test.sh [pytest arguments]. See tools/env.sh for variables.
+# Without arguments two workers run the tests.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -10,5 +11,9 @@ say "ruff check"
 "$PYTHON" -m ruff check .
 say "ruff format --check"
 "$PYTHON" -m ruff format --check .
+if [[ $# == 0 ]]; then
+    # A file's tests share processes that it spawned, so they stay together.
+    set -- -n 2 --dist loadfile
+fi
 say "pytest $*"
 "$PYTHON" -m pytest "$@"

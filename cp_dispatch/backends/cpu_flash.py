@@ -19,10 +19,20 @@ class CpuFlash(Backend):
         )
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
+        if query.dtype.itemsize == 2 and query.size(2) < _SHORT:
+            tensors = (x.float() for x in (grad_output, query, key, value, output))
+            bias = None if bias is None else bias.float()
+            grads = self._backward(*tensors, logsumexp, bias, causal, scale)
+            return tuple(x.to(query.dtype) for x in grads)
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_output, query, key, value, output, logsumexp, 0.0, causal,
             attn_mask=_whole(bias, key), scale=scale,
         )  # fmt: skip
+
+
+# The kernel adds up dK and dV in the inputs' dtype over blocks of rows, which are smaller for fewer
+# rows than this. A shard's rows are fewer than all of one device, whose error would be passed.
+_SHORT = 768
 
 
 def _whole(bias, key):

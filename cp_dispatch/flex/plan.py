@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Shard
 
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import groups
 from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
 from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
@@ -131,7 +132,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         schedule, why = "replicated_keys", "each rank has all keys"
     else:
         schedule, why = _moving(options, call, ring)
-    groups, *why_groups = _groups(options, call, schedule, ring)
+    count, *why_groups = _groups(options, call, schedule, ring)
     return FlexPlan(
         "cp_dispatch",
         schedule,
@@ -141,7 +142,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         query.shape[2],
         key.shape[2],
         _key_row_bytes(call),
-        groups,
+        count,
         (why, *why_groups),
     )
 
@@ -152,6 +153,8 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
     ranks = math.prod(map(mesh.size, ring))
     if schedule not in ("exchange", "gather") or ranks == 1:
         return (1,)
+    if mesh.device_type not in groups.DEVICES:
+        return 1, f"one kernel, which waits for keys: no groups of heads on {mesh.device_type} yet"
     masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
     if not keys_travel(schedule, options.layout, masked):
         return 1, "one kernel, which waits for keys: in this order few are taken to travel"

@@ -9,14 +9,20 @@ To add one, name it in ``SCHEDULES``; unless it is for particular placements, na
 
 from cp_dispatch.schedules import mirrored_ring, one_call, ring
 from cp_dispatch.schedules.gather import Gather, MirroredGather
+from cp_dispatch.schedules.head_groups import HeadGroups
 from cp_dispatch.schedules.heads import Heads
 from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
 
 
 class _Schedules(dict):
-    """Schedules by name; ``"hybrid:4:ring"`` shares heads among 4 ranks, with a ring across."""
+    """Schedules by name; ``"hybrid:4:ring"`` shares heads among 4 ranks, with a ring across,
+    ``"gather:4"`` gathers 4 groups of key heads one after the other."""
 
     def __missing__(self, name: str):
+        if name.startswith(("gather:", "mirrored_gather:")):
+            kind, groups = name.split(":")
+            self[name] = found = HeadGroups(self[kind], int(groups))
+            return found
         kind, ranks, across = name.split(":")
         if kind != "hybrid" or across not in ("ring", "mirrored_ring"):
             raise KeyError(name)

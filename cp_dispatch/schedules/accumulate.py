@@ -29,9 +29,14 @@ class _Source:
     row: int | None = None
 
     def view(self, row: int | None, start: int, stop: int) -> list[Tensor]:
-        batch = slice(None) if row is None or self.row == row else slice(row, row + 1)
-        rows = slice(start - self.start, stop - self.start)
-        return [x[batch, :, rows] for x in self.tensors]
+        tensors = self.tensors
+        if row is not None and self.row != row:
+            tensors = [x.narrow(0, row, 1) for x in tensors]
+        # A narrow takes a third of the host time of an index.
+        return [
+            x if x.size(2) == stop - start else x.narrow(2, start - self.start, stop - start)
+            for x in tensors
+        ]
 
 
 @dataclass(eq=False)

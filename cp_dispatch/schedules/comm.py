@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.schedules.mailbox import Mailbox, is_used_by, mailbox
+from cp_dispatch.schedules.mailbox import Mailbox, mailbox
+from cp_dispatch.schedules.reach import is_used_by
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 

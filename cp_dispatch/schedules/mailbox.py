@@ -22,7 +22,6 @@ peers enqueue before they wait themselves: no cycle, whatever else the ranks do 
 from __future__ import annotations
 
 import concurrent.futures
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -31,9 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
-from cp_dispatch._compat import all_gather_single, symmetric_memory
-from cp_dispatch.extension import has_kernel
-from cp_dispatch.schedules.host import number_of_host
+from cp_dispatch._compat import symmetric_memory
+from cp_dispatch.schedules.reach import ask_peers, is_used_by
 
 T = TypeVar("T")
 
@@ -73,6 +71,7 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int):
         self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
+        self.device = stream.device
         ranks = range(dist.get_world_size(group))
         self._own = symmetric_memory.empty_strided_p2p(
             (_HEADER + size,), (1,), torch.uint8, stream.device
@@ -211,7 +210,6 @@ def can_be_copied(rows: Tensor) -> bool:
 
 
 _boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}
-_reachable: dict[str, tuple[dist.ProcessGroup, bool]] = {}
 _retired: list[Mailbox] = []
 
 
@@ -226,7 +224,7 @@ def mailbox(
     if stream is None or size > LARGEST:
         return None
     if is_used_by(group) is None and not torch.cuda.is_current_stream_capturing():
-        _apart(stream.device, _ask_peers, group, stream.device)
+        _apart(stream.device, ask_peers, group, stream.device)
     if not is_used_by(group):
         return None
     key = group.group_name, name
@@ -277,30 +275,11 @@ def held_bytes() -> int:
     return sum(_HEADER + box.size for box in boxes)
 
 
-def is_used_by(group: dist.ProcessGroup) -> bool | None:
-    """Whether a group's ranks reach each other so; None as long as they have not tried."""
-    known = _reachable.get(group.group_name)
-    return known[1] if known is not None and known[0] is group else None
-
-
-def _ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Find out whether all ranks agree that each can write to the memory of each."""
-    mine = torch.tensor([number_of_host(), device.index, _can_try()], device=device)
-    everyone = mine.new_empty((dist.get_world_size(group), 3))
-    all_gather_single(everyone.flatten(), mine, group=group)
-    hosts, devices, able = everyone.T.tolist()
-    reaches = len(set(hosts)) == 1 and all(able) and len(set(devices)) == len(devices)
-    count = torch.cuda.device_count()
-    reaches = reaches and all(
-        other < count and torch.cuda.can_device_access_peer(device.index, other)
-        for other in devices
-        if other != device.index
-    )
-    verdict = torch.tensor(int(reaches), device=device)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
-    _reachable[group.group_name] = group, bool(verdict)
-
-
-def _can_try() -> bool:
-    wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
-    return wanted and symmetric_memory is not None and has_kernel("raise_flags", "cuda")
+def free() -> None:
+    """Give all rooms back, but for those of CUDA graphs. Every rank must call it alike; what needs
+    rooms makes them anew."""
+    for key, (group, box) in list(_boxes.items()):
+        _meet(group, box.device)
+        if box.is_in_a_graph:
+            _retired.append(box)
+        del _boxes[key]

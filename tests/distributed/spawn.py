@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.distributed import staged
+
 TORCH_2_13 = torch.__version__ >= (2, 13)
 
 _HOST = "127.0.0.1"
@@ -150,7 +152,12 @@ def _join(processes, deadline: float) -> None:
 
 def _worker(rank, world_size, port, module, names, backend, case_timeout) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        backend = staged.NAME if staged.is_staged() else backend
+    if backend == staged.NAME:
+        staged.register()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=_START_TIMEOUT)
@@ -162,7 +169,7 @@ def _worker(rank, world_size, port, module, names, backend, case_timeout) -> Non
         rank=rank,
         world_size=world_size,
         store=dist.PrefixStore("group", store),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )
     cases = importlib.import_module(module).CASES
     env = Env(rank, world_size, device)

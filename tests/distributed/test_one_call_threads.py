@@ -240,7 +240,7 @@ def test_auto_takes_it_where_shards_are_short(monkeypatch):
     """By the cost model of GPUs; on CPU never."""
 
     def found(length, layout, key_heads=8):
-        seen = cp_dispatch.plan.Plan(
+        seen = cp_dispatch.Plan(
             "cp_dispatch", backend="flash", schedule="ring", layout=layout, is_causal=True,
             mesh_dims=(0,), ring_shape=(4,), query_length=length, key_length=length,
             shards=((1, 32, length // 4, 128), *[(1, key_heads, length // 4, 128)] * 2),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
 from tests.distributed.calls import only
-from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.reference import Problem, check, exact, one_device, rounding
 from tests.distributed.sharded import SEQUENCE, distribute, run_sharded
 from tests.distributed.threads import run_threads
 
@@ -266,6 +266,25 @@ def test_error_does_not_grow_with_ranks(causal, dtype):
     two = results(2)
     for world_size in (4, 8):
         check(results(world_size), want, two)
+
+
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_short_shards_of_a_long_sequence(world_size, key_heads):
+    """A kernel may add up in 16 bits over smaller blocks where it gets fewer rows; no shard may
+    pay for being shorter than all of one device."""
+    problem = Problem(
+        batch=1, heads=8, key_heads=key_heads, length=1024, dim=64, causal=True, dtype=BF16
+    )
+    tensors, want, single = judged(problem, "cpu_flash")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank: int):
+        return run_sharded(problem, tensors, init_device_mesh("cpu", (world_size,)))
+
+    with only("cpu_flash"):
+        for got in run_threads(world_size, rank_body):
+            check(got, want, single, floors=floors, few=few)
 
 
 def test_second_derivative_is_refused():

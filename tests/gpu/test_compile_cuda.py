@@ -20,6 +20,7 @@ from tests.distributed.models import Model
 from tests.distributed.reference import FACTOR, Mask, Problem, check, exact, rounding, yardstick
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_asked
+from tests.distributed.staged import ranks
 from tests.distributed.test_compiled_spawned import by_policy, saved
 
 try:
@@ -27,7 +28,7 @@ try:
 except pytest.skip.Exception:  # no transformers
     hf = None
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
 
 pytestmark = [

@@ -18,8 +18,9 @@ from tests.distributed import behaviours, calls
 from tests.distributed.calls import Case, masked
 from tests.distributed.reference import Problem
 from tests.distributed.spawn import Env, run_asked
+from tests.distributed.staged import ranks
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
 
 pytestmark = [

@@ -21,6 +21,7 @@ from cp_dispatch.flex import group_ops
 from cp_dispatch.flex.carriers import Collectives
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
+from tests.distributed.staged import ranks
 from tests.flex.problems import (
     KINDS,
     NAMES,
@@ -33,7 +34,7 @@ from tests.flex.problems import (
 )
 from tests.flex.sharded import ROWS, in_groups, run_sharded
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
 BF16 = torch.bfloat16
 

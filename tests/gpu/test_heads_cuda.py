@@ -17,9 +17,10 @@ from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_asked
+from tests.distributed.staged import ranks
 from tests.gpu import features
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
 
 pytestmark = [

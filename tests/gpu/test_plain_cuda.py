@@ -17,8 +17,9 @@ from tests.distributed.calls import only
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
 from tests.distributed.spawn import Env, run_asked
+from tests.distributed.staged import ranks
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
 
 pytestmark = [

@@ -16,9 +16,10 @@ import cp_dispatch
 from tests.distributed.reference import Problem, check, exact, one_device, rounding
 from tests.distributed.sharded import run_sharded
 from tests.distributed.spawn import Env, run_asked
+from tests.distributed.staged import ranks
 from tests.gpu.features import FEATURES
 
-GPUS = torch.cuda.device_count()
+GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
 
 pytestmark = [

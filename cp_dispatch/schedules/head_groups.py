@@ -1,0 +1,101 @@
+"""Key heads one group after the other, where room for the keys of all heads at once is too much.
+
+Each group is a call of its own of the schedule inside, with its query heads; what it gives is put
+in its place. Memory for gathered keys and for shares of their gradients is a group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from cp_dispatch.layouts import Geometry
+from cp_dispatch.merge import token_major
+from cp_dispatch.schedules.gradients import mask_gradient
+from cp_dispatch.schedules.job import Job
+
+
+class HeadGroups:
+    """``schedule`` for ``groups`` equal groups of key heads."""
+
+    def __init__(self, schedule, groups: int):
+        self._schedule, self._groups = schedule, groups
+
+    def geometry(
+        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
+    ) -> Geometry:
+        return self._schedule.geometry(query_length, key_length, ring_shape, causal, layout)
+
+    def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`cp_dispatch.schedules.ring.forward`."""
+        dtype, lse_dtype = (
+            job.backend.output_dtype(query.dtype),
+            job.backend.logsumexp_dtype(query.dtype),
+        )
+        output = token_major(*query.shape[:3], value.size(-1), like=query, dtype=dtype)
+        logsumexp = query.new_empty(query.shape[:3], dtype=lse_dtype)
+        for own, rows, keys in self._each(job, query, key):
+            out, lse = self._schedule.forward(own, query[:, rows], key[:, keys], value[:, keys])
+            output[:, rows].copy_(out)
+            logsumexp[:, rows].copy_(lse)
+            del out, lse  # or the next group's would come beside them
+        return output, logsumexp
+
+    def backward(
+        self,
+        job: Job,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        key_grad: bool,
+        mask_grad: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As :func:`cp_dispatch.schedules.ring.backward`."""
+        dq = token_major(*query.shape, like=query)
+        dk, dv = (token_major(*x.shape, like=x) if key_grad else None for x in (key, value))
+        grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
+        for own, rows, keys in self._each(job, query, key):
+            of_rows = (x[:, rows] for x in (output, logsumexp))
+            grads = self._schedule.backward(
+                own, grad_output[:, rows], query[:, rows], key[:, keys], value[:, keys], *of_rows,
+                key_grad, mask_grad,
+            )  # fmt: skip
+            dq[:, rows].copy_(grads[0])
+            if key_grad:
+                dk[:, keys].copy_(grads[1])
+                dv[:, keys].copy_(grads[2])
+            if mask_grad:
+                _heads(grad_mask, rows).add_(grads[3])
+            del grads
+        return dq, dk, dv, grad_mask
+
+    def _each(self, job: Job, query: Tensor, key: Tensor) -> Iterator[tuple[Job, slice, slice]]:
+        """Each group's job, and its heads among those of queries and of keys."""
+        heads, key_heads = (x.size(1) // self._groups for x in (query, key))
+        for group in range(self._groups):
+            rows = slice(group * heads, (group + 1) * heads)
+            own = job
+            if job.mask is not None:
+                own = replace(own, mask=_heads(job.mask, rows))
+            if job.dropout is not None:
+                first = job.dropout.head_start + rows.start
+                own = replace(own, dropout=replace(job.dropout, head_start=first))
+            yield own, rows, slice(group * key_heads, (group + 1) * key_heads)
+
+
+def _heads(mask: Tensor, heads: slice) -> Tensor:
+    """Some heads of a mask, or of its gradient; one for all stays."""
+    return mask if mask.size(1) == 1 else mask[:, heads]
+
+
+def groups_for(key_heads: int, size: int, room: int) -> int:
+    """The fewest equal groups of key heads of which each takes at most ``room`` of ``size`` bytes;
+    as many as there are where none does."""
+    return next(
+        (n for n in range(1, key_heads) if key_heads % n == 0 and size <= n * room), key_heads
+    )

@@ -1,0 +1,43 @@
+"""Whose ranks can write to each other's memory: GPUs of one host, with the kernels for it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from cp_dispatch._compat import all_gather_single, symmetric_memory
+from cp_dispatch.extension import has_kernel
+from cp_dispatch.schedules.host import number_of_host
+
+_reachable: dict[str, tuple[dist.ProcessGroup, bool]] = {}
+
+
+def is_used_by(group: dist.ProcessGroup) -> bool | None:
+    """Whether a group's ranks reach each other so; None as long as they have not tried."""
+    known = _reachable.get(group.group_name)
+    return known[1] if known is not None and known[0] is group else None
+
+
+def ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Find out whether all ranks agree that each can write to the memory of each."""
+    mine = torch.tensor([number_of_host(), device.index, _can_try()], device=device)
+    everyone = mine.new_empty((dist.get_world_size(group), 3))
+    all_gather_single(everyone.flatten(), mine, group=group)
+    hosts, devices, able = everyone.T.tolist()
+    reaches = len(set(hosts)) == 1 and all(able) and len(set(devices)) == len(devices)
+    count = torch.cuda.device_count()
+    reaches = reaches and all(
+        other < count and torch.cuda.can_device_access_peer(device.index, other)
+        for other in devices
+        if other != device.index
+    )
+    verdict = torch.tensor(int(reaches), device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
+    _reachable[group.group_name] = group, bool(verdict)
+
+
+def _can_try() -> bool:
+    wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
+    return wanted and symmetric_memory is not None and has_kernel("raise_flags", "cuda")
