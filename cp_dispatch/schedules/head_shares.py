@@ -16,6 +16,7 @@ each *segment* is one kernel call.
 from __future__ import annotations
 
 import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,6 @@ class Order(NamedTuple):
     back: Tensor
 
 
-@functools.lru_cache(maxsize=64)
 def true_order(
     geometry: Geometry | RowGeometry, of_keys: bool, first: int, ranks: int,
     batch_start: int, batch: int, device: torch.device,
@@ -128,12 +128,25 @@ def true_order(
         rows = geometry.rows[batch_start : batch_start + batch]
     if not rows or not rows[0].causal:
         return None
-    spans = [
-        sum((row.key_spans if of_keys else row.query_spans)[first : first + ranks], ())
-        for row in rows
-    ]
-    if all(list(own) == sorted(own) for own in spans):
+    found = [_sorted(row, of_keys, first, ranks) for row in rows]
+    if all(there == back for there, back in found):
         return None
-    order = torch.stack([positions(own, device) for own in spans]).argsort(-1)
-    back = order.argsort(-1)
-    return Order(*((x[0] if len(rows) == 1 else x).contiguous() for x in (order, back)))
+    # Anew at each call: see layouts/select.py.
+    both = ([positions(spans, device) for spans in way] for way in zip(*found, strict=True))
+    return Order(*(way[0] if len(rows) == 1 else torch.stack(way) for way in both))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sorted(geometry: Geometry, of_keys: bool, first: int, ranks: int):
+    """The runs of a group's rows in true order, as they lie in the group; and where each run comes
+    in true order, as they lie."""
+    owned = geometry.key_spans if of_keys else geometry.query_spans
+    spans = sum(owned[first : first + ranks], ())
+    starts = list(accumulate((span.length for span in spans), initial=0))
+    order = sorted(range(len(spans)), key=lambda i: spans[i])
+    there = tuple(Span(starts[i], spans[i].length) for i in order)
+    places, end = {}, 0
+    for i in order:
+        places[i] = end
+        end += spans[i].length
+    return there, tuple(Span(places[i], spans[i].length) for i in range(len(spans)))
