@@ -113,10 +113,13 @@ def bounds(problem: Problem, tensors, kernel: str) -> list[float]:
         want = exact(problem, tensors)
         alone = one_device(problem, tensors, kernel)
         errors = [(x.double() - y).norm().item() for x, y in zip(alone, want, strict=True)]
+        # Below the smallest normal number a rounding is absolute, whatever is rounded.
+        info = torch.finfo(problem.dtype)
+        steps = [4 * info.smallest_normal * info.eps * x.numel() ** 0.5 for x in want]
         # One device may answer NaN where a row sees nothing; that is no measure.
         return [
-            FACTOR * max(error if error == error else 0.0, floors[name] * wider)
-            for name, error in zip(RESULTS, errors, strict=False)
+            FACTOR * max(error if error == error else 0.0, floors[name] * wider) + step
+            for name, error, step in zip(RESULTS, errors, steps, strict=False)
         ]
     query, key, value, grad = (x.norm().item() for x in tensors)
     bias = 0.0
