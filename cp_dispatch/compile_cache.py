@@ -32,7 +32,7 @@ def tag(state: object | None) -> None:
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None:
         schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS
-        limits = groups.DEVICES, groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
+        limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
 
         # What "auto" chooses hangs on the measured constants, what an op does on the version.

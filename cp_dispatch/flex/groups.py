@@ -21,8 +21,6 @@ mask, and in layouts that scatter what attends each other; not in natural order 
 or 2, if they divide the key heads, if each has ``LEAST_ROWS`` query rows times heads, enough for a
 kernel to fill a GPU several times, and ``LEAST_BYTES`` of keys to fetch, which take as long as a
 few launches.
-
-On CUDA there is one kernel until groups are right there: see ``DEVICES``.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from cp_dispatch.layouts import Balancer, Span
 LEAST_ROWS = 2**16
 #: Bytes that a group brings from other ranks; NVLink takes 20 us for them.
 LEAST_BYTES = 2**22
-#: Where groups are made. On CUDA cases of theirs failed (2 H200s, 2026-11-28); not known why.
-DEVICES = ("cpu",)
 #: The numbers of groups that are tried.
 COUNTS = (4, 2)
 

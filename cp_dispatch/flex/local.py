@@ -170,9 +170,9 @@ class LocalFlex:
             if x is not None and x.size(0) > 1 and batch < x.size(0):
                 x = x[first : first + batch]
             if x is not None and x.size(1) > 1 and heads < x.size(1):
-                # Triton's kernels take rows of the batch to follow each other densely.
-                x = x[:, first_head : first_head + heads].contiguous()
-            tensors.append(x)
+                x = x[:, first_head : first_head + heads]
+            # Triton's kernels take rows of the batch and entries of a list to be dense.
+            tensors.append(x if x is None else x.contiguous())
         return Blocks(*tensors)
 
     def _cut(self, hop: int) -> Blocks:

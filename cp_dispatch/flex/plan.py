@@ -153,8 +153,6 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
     ranks = math.prod(map(mesh.size, ring))
     if schedule not in ("exchange", "gather") or ranks == 1:
         return (1,)
-    if mesh.device_type not in groups.DEVICES:
-        return 1, f"one kernel, which waits for keys: no groups of heads on {mesh.device_type} yet"
     masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
     if not keys_travel(schedule, options.layout, masked):
         return 1, "one kernel, which waits for keys: in this order few are taken to travel"

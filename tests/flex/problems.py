@@ -66,7 +66,7 @@ def make_mods(kind: str, length: int, heads: int, device, dtype=torch.float32) -
     def parameter(*shape):
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
-    ids = documents(length, max(length // 6, 1), device, batch=2)
+    ids = documents(length, max(length // 6, 1), device, batch=4)
     one = ids[0]
     many = documents(length, max(length // 28, 1), device, batch=8)
     edge, window = length // 5, max(length // 4, 1)
@@ -91,6 +91,9 @@ def make_mods(kind: str, length: int, heads: int, device, dtype=torch.float32) -
         "bias by row": lambda: Mods(
             causal, lambda score, b, h, q, k: score + by_row[q] * by_row[k], by_row
         ),
+        "bias by query": lambda: Mods(
+            causal, lambda score, b, h, q, k: score + by_row[q] * (k + 1.0).rsqrt(), by_row
+        ),
     }[kind]()
 
 
@@ -98,6 +101,8 @@ KINDS = (
     "none", "causal", "window", "prefix", "documents", "documents of each row", "dilated",
     "by head", "blind rows", "alibi", "soft cap", "relative bias", "bias by row",
 )  # fmt: skip
+# Torch's compiled backward takes the gradient of a tensor that is indexed once.
+COMPILED_KINDS = (*KINDS[:-1], "bias by query")
 # The batch rows and heads that a kind's block mask tells apart.
 OWN_BATCH, OWN_HEADS = ("documents of each row", "28 documents"), ("by head",)
 
@@ -160,21 +165,36 @@ class FlexProblem:
 
 def exact(problem: FlexProblem, device="cpu") -> dict[str, Tensor]:
     """The results in float64."""
-    query, key, value, grad, grad_lse = (x.double() for x in problem.tensors(device))
-    groups = problem.heads // problem.key_heads
-    leaves = [x.requires_grad_() for x in (query, key, value)]
+    inputs = [x.double() for x in problem.tensors(device)]
     mods = dataclasses.replace(problem, dtype=torch.float64).mods(device)
     if mods.parameter is not None:
         with torch.no_grad():  # what the problem's own dtype makes of it
             mods.parameter.copy_(problem.mods(device).parameter)
+    # One batch row at a time, for all the scores of a large problem take much memory.
+    rows = [
+        _exact_row(problem, mods, row, [x[row : row + 1] for x in inputs])
+        for row in range(problem.batch)
+    ]
+    results = {name: torch.cat([row[name] for row in rows]) for name in NAMES[:5]}
+    if mods.parameter is not None:
+        results[NAMES[5]] = sum(row[NAMES[5]] for row in rows)
+    return results
+
+
+def _exact_row(problem: FlexProblem, mods: Mods, row: int, tensors) -> dict[str, Tensor]:
+    query, key, value, grad, grad_lse = tensors
+    groups = problem.heads // problem.key_heads
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    if mods.parameter is not None:
         leaves.append(mods.parameter)
     keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = 1 / math.sqrt(problem.dim) if problem.scale is None else problem.scale
     scores = query @ keys.mT * scale
     b, h, q, k = (
-        torch.arange(n, device=device).view([-1 if i == dim else 1 for i in range(4)])
+        torch.arange(n, device=query.device).view([-1 if i == dim else 1 for i in range(4)])
         for dim, n in enumerate(scores.shape)
     )
+    b = b + row
     if mods.score is not None:
         scores = mods.score(scores, b, h, q, k)
     if mods.mask is not None:
@@ -187,7 +207,7 @@ def exact(problem: FlexProblem, device="cpu") -> dict[str, Tensor]:
     loss = (output * grad).sum() + torch.where(rows, lse * grad_lse, 0.0).sum()
     grads = torch.autograd.grad(loss, leaves)
     results = [output, torch.where(rows, lse, -torch.inf), *grads]
-    return dict(zip(NAMES, results, strict=False))
+    return dict(zip(NAMES, [x.detach() for x in results], strict=False))
 
 
 NAMES = ("output", "logsumexp", "dQ", "dK", "dV", "dParameter")

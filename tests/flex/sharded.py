@@ -77,7 +77,6 @@ def in_groups():
     of how many groups there were, by calls."""
     counts = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "DEVICES", ("cpu", "cuda"))
         patch.setattr(groups, "LEAST_ROWS", 0)
         patch.setattr(groups, "LEAST_BYTES", 0)
         patch.setattr(plan, "keys_travel", lambda *_: True)

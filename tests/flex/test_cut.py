@@ -99,7 +99,7 @@ def test_both_directions_agree(case):
         ((own.full_kv_num, own.full_kv_indices), (own.full_q_num, own.full_q_indices)),
     ):
         assert torch.equal(dense(*kv, columns), dense(*q, rows).transpose(2, 3))
-        assert all(x.dtype is torch.int32 for x in (*kv, *q))
+        assert all(x.dtype is torch.int32 and x.is_contiguous() for x in (*kv, *q))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -185,3 +185,5 @@ def test_the_mask_of_the_helper_is_exact():
         assert torch.equal(full, blocks.all(5).all(3))
         assert torch.equal(partial | full, blocks.any(5).any(3))
         assert own.shape == (1, 2, 50, 50)
+        # Kernels on GPUs step through the lists of either direction by 1.
+        assert all(x.is_contiguous() for x in own.as_tuple()[2:10])

@@ -23,7 +23,7 @@ from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 from tests.distributed.staged import ranks
 from tests.flex.problems import (
-    KINDS,
+    COMPILED_KINDS,
     NAMES,
     FlexProblem,
     causal,
@@ -329,7 +329,7 @@ def _case(name: str, function, into=CASES, **how) -> None:
     into[name] = functools.partial(function, **how)
 
 
-for _i, _kind in enumerate(KINDS):
+for _i, _kind in enumerate(COMPILED_KINDS):
     for _j, _dtype in enumerate((torch.float32, BF16)):
         # Every kind in both dtypes, with each length for every other one.
         _length = _LENGTHS[(_i + 2 * _j) % 4]
