@@ -47,7 +47,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="back to back in a timed round")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--only", action="append", help="implementations whose name holds this")
+    parser.add_argument(
+        "--only", action="append", help="an implementation, or those whose names hold this"
+    )
     parser.add_argument("--out", type=pathlib.Path)
     parser.set_defaults(cuda_graph=False)  # the ops around the kernels wait for the host
     return parser.parse_args()
@@ -216,7 +218,10 @@ def run_point(problem: Problem, args, cuda: bool) -> list[dict]:
         "steps": args.steps,
     }
     for name, (implementation, kinds) in IMPLEMENTATIONS.items():
-        asked = not args.only or any(word in name for word in (*args.only, "one device"))
+        asked = not args.only or any(
+            word == name if word in IMPLEMENTATIONS else word in name
+            for word in (*args.only, "one device")
+        )
         if problem.kind not in kinds or not asked:
             continue
         for mode in ("fwd", "fwd+bwd"):

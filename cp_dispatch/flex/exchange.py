@@ -68,10 +68,30 @@ class Exchange:
         return max(sum(len(self.table[o][t].pieces) for o in ranks if o != t) for t in ranks)
 
     @functools.cached_property
+    def most_sums(self) -> int:
+        """The most runs of rows of which the sums of some rank's gradients are made."""
+        return max(sum(len(move.pieces) for move in moved) for moved in self.table)
+
+    @functools.cached_property
     def shares(self) -> list[list[int]]:
         """``[taker][owner]``: of how many of another's rows the taker has shares of gradients."""
         ranks = range(self.keys.world_size)
         return [[0 if o == t else self.table[o][t].rows for o in ranks] for t in ranks]
+
+    @functools.cached_property
+    def sums(self) -> tuple[tuple[tuple[int, int, int], ...], dict[int, int]]:
+        """Of what the sums of this rank's gradients are made: for each run of rows its place in
+        the shard, its length and its own place, for :func:`~cp_dispatch.parts.add_up`, and how
+        many runs there are of each taker. This rank's own lie among all positions, first; those of
+        others one after the other, in ascending order."""
+        places, counts = [], {}
+        for taker in [self.rank, *self._others]:
+            pieces, at = self.table[self.rank][taker].pieces, 0
+            counts[taker] = len(pieces)
+            for start, place, count in pieces:
+                places.append((start, count, place if taker == self.rank else at))
+                at += count
+        return tuple(places), counts
 
     def bring(self, group, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """This rank's rows to ``buffer`` (see Note [Rows in place]) and to all who need them, and

@@ -39,7 +39,8 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
         return FlexPlan("stock", reasons=reasons, call=call.describe())
     plan = in_words(make_plan(options, call), call)
-    moved = carrier(query, "gather", plan.mesh_dims) if plan.groups > 1 else None
+    moves = plan.schedule in ("exchange", "gather") and plan.world_size > 1
+    moved = carrier(query, "gather", plan.mesh_dims) if moves else None
     if moved is not None:
         plan = dataclasses.replace(plan, reasons=(*plan.reasons, moved))
     if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):

@@ -18,17 +18,19 @@ A graph does not know what its masks will hold, so the number follows from lengt
 setting alone. Keys are taken to travel where ``schedule="gather"`` sends them, where there is no
 mask, and in layouts that scatter what attends each other; not in natural order and with
 ``BlockBalanced(near=True)``, which one takes for masks near the diagonal. Then there are 4 groups,
-or 2, if they divide the key heads, if each has ``LEAST_ROWS`` query rows times heads, enough for a
-kernel to fill a GPU several times, and ``LEAST_BYTES`` of keys to fetch, which take as long as a
-few launches.
+or 2, if they divide the key heads, if each has ``LEAST_ROWS`` query rows times heads, so many that
+a GPU which runs out of rows at the end of each kernel costs little, and ``LEAST_BYTES`` of keys to
+fetch, which take as long as a few launches.
 """
 
 from __future__ import annotations
 
 from cp_dispatch.layouts import Balancer, Span
 
-#: Query rows times heads of a group: 512 blocks of 128 rows, about four for each SM of an H100.
-LEAST_ROWS = 2**16
+#: Query rows times heads of a group: 2,048 blocks of 128 rows, about 16 for each SM of an H100. Of a
+#: quarter as many, 4 groups of a causal mask took 3.3 ms where one kernel took 2.8, and 10.8 where
+#: it took 10.4 with the backward (2 H200s, 8,192 tokens each, 32/8 heads, 2026-11-28).
+LEAST_ROWS = 2**18
 #: Bytes that a group brings from other ranks; NVLink takes 20 us for them.
 LEAST_BYTES = 2**22
 #: The numbers of groups that are tried.

@@ -22,9 +22,11 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import cut, pack, packed_size
 from cp_dispatch.flex.mask_job import MaskJob, kept
+from cp_dispatch.flex.pulled import bring, bring_back
 from cp_dispatch.flex.rows import rows_of, split_rows
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
+from cp_dispatch.schedules.comm import Ring
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -88,7 +90,8 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     if fill:
         buffer.zero_()
     group = resolve_group(job.group_name) if job.group_name else None
-    exchange.bring(group, key, value, buffer)
+    if group is None or not bring(exchange, Ring.of(group, key.device), key, value, buffer):
+        exchange.bring(group, key, value, buffer)
     return buffer
 
 
@@ -108,6 +111,12 @@ def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, T
     job = MaskJob(*args)
     check_rows(job, key)
     exchange = job.exchange(key.device)
+    group = resolve_group(job.group_name) if job.group_name else None
+    grads = torch.empty_like(key), torch.empty_like(value)
+    if group is not None:
+        ring = Ring.of(group, key.device)
+        if bring_back(exchange, ring, grad_key, grad_value, grads):
+            return grads
     lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
     batch, heads, length, _ = key.shape
     sums = [
@@ -115,11 +124,10 @@ def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, T
         for x in (key, value)
     ]
     exchange.bring_back(
-        resolve_group(job.group_name) if job.group_name else None,
+        group,
         [rows_of(grad_key, lanes), rows_of(grad_value, lanes)],
         [total.flatten(2).flatten(0, 1) for total in sums],
     )
-    grads = torch.empty_like(key), torch.empty_like(value)
     for grad, total in zip(grads, sums, strict=True):
         grad.copy_(split_rows(total, [grad.size(3)])[0])
     return grads

@@ -1,4 +1,4 @@
-"""Groups of heads by copy engines: ranks read what they need out of each other's rooms.
+"""Keys and gradients by copy engines: ranks read what they need out of each other's rooms.
 
 Rows lie in a room of their owner, and whoever needs some copies them to where they belong: for
 keys, from the owner's shard to their positions in the buffer of a graph, so that nothing is packed
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import Pairs, split_rows
+from cp_dispatch.flex.rows import Pairs, copy_all, rows_of, split_rows
+from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 
 # A copy costs some microseconds; where a rank needs more runs of rows than this, a collective moves
-# them, and kernels put them in place.
+# them, and kernels put them in place. So does the sum of a run.
 _MOST_RUNS = 64
+_MOST_SUMS = 32
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
@@ -40,6 +42,27 @@ def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, gro
     if room.box is not None:
         return PulledGradients(exchange, ring, room, rows, groups)
     return Collectives(exchange, ring)
+
+
+def bring(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, buffer: Tensor) -> bool:
+    """Bring keys and values of all heads to the buffer, if there are rooms; all ranks find the
+    same."""
+    carrier = keys_by(exchange, ring, key, value, 1)
+    if isinstance(carrier, Collectives):
+        return False
+    carrier.bring(key, value, buffer)
+    return True
+
+
+def bring_back(exchange: Exchange, ring: Ring, grad_key, grad_value, grads) -> bool:
+    """Write to ``grads`` what all ranks computed of this rank's keys, as :func:`bring`."""
+    if exchange.keys.lanes > 1 or exchange.most_sums > _MOST_SUMS:
+        return False
+    carrier = gradients_by(exchange, ring, *grads, 1)
+    if isinstance(carrier, Collectives):
+        return False
+    carrier.bring_back(grad_key, grad_value, grads)
+    return True
 
 
 class _Room:
@@ -78,8 +101,6 @@ class _Pulled:
         #: For each group: this rank's rows, and those of others that it reads.
         self._own, self._there = zip(*found, strict=True)
 
-    def _pull(self, targets: list[Tensor], group: int, first: bool, last: bool) -> None:
-        self._box.pull(targets, self._there[group], first, last)
 
 
 class PulledKeys(_Pulled):
@@ -108,13 +129,22 @@ class PulledKeys(_Pulled):
         self._box.open()
 
     def fetch(self, group: int, buffer: Tensor) -> None:
+        last = group == self._groups - 1
+        self._box.pull(self._places(buffer), self._there[group], group == 0, last)
+
+    def _places(self, buffer: Tensor) -> list[Tensor]:
         into = buffer.flatten(2).flatten(0, 1)
-        targets = [
+        return [
             into[place : place + count]
             for owner in self._peers
             for _, place, count in self._exchange.table[owner][self._rank].pieces
         ]
-        self._pull(targets, group, group == 0, group == self._groups - 1)
+
+    def bring(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
+        """All groups at once to the buffer of a current stream that waits for them."""
+        copy_all(self.offer([(key, value)]) + self._exchange.own_places(key, value, buffer))
+        self._box.pull(self._places(buffer), self._there[0], True, True, opens=True)
+        self._box.wait()
 
 
 class PulledGradients(_Pulled):
@@ -134,8 +164,33 @@ class PulledGradients(_Pulled):
         return self._own[group]
 
     def give(self, group: int, staged: Tensor, shards: list[Tensor]) -> None:
-        came = [staged.new_empty(rows.shape) for rows in self._there[group]]
-        self._box.open()
-        self._pull(came, group, True, True)
-        of = dict(zip(self._peers, came, strict=True))
-        self._exchange.add({taker: of[taker] for taker in sorted(of)}, shards)
+        self._exchange.add(self._pull(group), shards)
+
+    def _pull(self, group: int) -> dict[int, Tensor]:
+        """What each taker has computed of this rank's rows, once the current stream has it."""
+        own, there = self._own[group], self._there[group]
+        came = [own.new_empty(rows.shape) for rows in there]
+        self._box.pull(came, there, True, True, opens=True)
+        self._box.wait()
+        return dict(sorted(zip(self._peers, came, strict=True)))
+
+    def bring_back(
+        self, grad_key: Tensor, grad_value: Tensor, grads: tuple[Tensor, Tensor]
+    ) -> None:
+        """Write to ``grads`` of this rank's keys ``(B, Hkv, L, D)`` what all ranks computed, in
+        ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
+        exchange, dims = self._exchange, self._room.dims
+        parts = [rows_of(x, 1) for x in (grad_key, grad_value)]
+        staged = self.room(0, parts[0], self._room.columns)
+        copy_all(exchange.stage(parts, staged))
+        places, shares = exchange.sums
+        keys, values = [grad_key] * shares[self._rank], [grad_value] * shares[self._rank]
+        columns = [part.size(1) for part in parts]
+        for taker, rows in self._pull(0).items():
+            views = [
+                x.view(x.size(0), *grad.shape[:2], dim).permute(1, 2, 0, 3)
+                for x, grad, dim in zip(rows.split(columns, 1), grads, dims, strict=True)
+            ]
+            keys += [views[0]] * shares[taker]
+            values += [views[1]] * shares[taker]
+        add_up(grads, (keys, values), places)

@@ -160,16 +160,25 @@ class Mailbox:
         self._reading = sources
 
     def pull(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor], first: bool, last: bool
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        first: bool,
+        last: bool,
+        opens: bool = False,
     ) -> None:
         """Start copying from rooms of peers, who have called :meth:`open` when they are full: the
         flags the other way round, "free" that a room can be read and "full" that it was. The first
-        of several pulls waits for all peers' rooms, the last one until they have read this one."""
+        of several pulls waits for all peers' rooms, the last one until they have read this one.
+        ``opens``: the call is :meth:`open` too."""
         here, there = self._here, self._there
+        if opens and torch.cuda.is_current_stream_capturing():
+            self.is_in_a_graph = True
         _push_slabs(
-            targets, sources, self._own, (), _of(here[_FREE], self._peers) if first else (),
+            targets, sources, self._own, _of(there[_FREE], self._peers) if opens else (),
+            _of(here[_FREE], self._peers) if first else (),
             _of(there[_FULL], self._peers) if last else (),
-            _of(here[_FULL], self._peers) if last else (), self._stream, False,
+            _of(here[_FULL], self._peers) if last else (), self._stream, opens,
         )  # fmt: skip
 
     def wait(self) -> None:

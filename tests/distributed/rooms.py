@@ -88,7 +88,9 @@ class Box:
         self._raise("full", peers)
         self._take("full", coming)
 
-    def pull(self, targets, sources, first, last) -> None:
+    def pull(self, targets, sources, first, last, opens=False) -> None:
+        if opens:
+            self.open()
         if first:
             self._take("free", self._peers)
         self._copy(targets, sources)

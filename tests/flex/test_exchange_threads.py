@@ -24,6 +24,7 @@ from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
+from tests.distributed.rooms import Rooms
 from tests.distributed.threads import run_threads
 
 OPS = torch.ops.cp_dispatch
@@ -65,7 +66,7 @@ def positions(owned, rank: int) -> torch.Tensor:
     return torch.stack([span_indices(owned.spans(rank, lane)) for lane in range(owned.lanes)])
 
 
-def run_ops(mask, length: int, ranks: int, layout="", whole=False):
+def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
     """Bring keys to the ranks and gradients back; checks every row of both.
 
     A rank's gradient of the key at position p is p + 1000 times its rank + 1.
@@ -108,7 +109,8 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False):
             for mine, true in zip(got, (key, value), strict=True):
                 assert torch.equal(mine[rows][:, :, index], true[rows][:, :, index])
                 others = mine[rows][:, :, rest]
-                gathered = pays_to_gather(needs, owned)
+                # Copy engines move needed rows alone, also where a collective gathers all.
+                gathered = rooms is None and pays_to_gather(needs, owned)
                 assert torch.equal(others, true[rows][:, :, rest] * float(gathered))
         # Kernels read every row of a block that this rank's mask lists, and memory of others is
         # never written: so all of them must be there.
@@ -162,9 +164,9 @@ def causal(b, h, q, k):
 @given(
     length=st.integers(1, 90), ranks=st.integers(2, 4), seed=st.integers(0, 20),
     density=st.sampled_from([0.0, 0.1, 0.6, 1.0]), kind=st.sampled_from(["", "head", "rows"]),
-    whole=st.booleans(),
+    whole=st.booleans(), by_rooms=st.booleans(),
 )  # fmt: skip
-def test_rows_arrive(length, ranks, seed, density, kind, whole):
+def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms):
     stripes = torch.rand(B, 1, 12, 12, generator=torch.Generator().manual_seed(seed)) < density
     mask = create_block_mask(
         lambda b, h, q, k: stripes[b, 0, q // 8, k // 8], B, None, length, length, "cpu",
@@ -176,7 +178,11 @@ def test_rows_arrive(length, ranks, seed, density, kind, whole):
     elif kind == "rows" and length > 1:
         documents = [[1, length - 1], [length - 1, 1]]
         layout = PerDocumentHeadTail(documents, ranks).text
-    run_ops(mask, length, ranks, layout, whole)
+    with pytest.MonkeyPatch.context() as patch:
+        rooms = Rooms(patch) if by_rooms else None
+        run_ops(mask, length, ranks, layout, whole, rooms)
+        if rooms is not None:
+            rooms.assert_all_is_quiet()
 
 
 def test_a_window_moves_one_edge(monkeypatch):

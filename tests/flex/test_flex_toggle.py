@@ -213,8 +213,8 @@ def test_explain_tells_what_moves():
 
 
 def test_explain_tells_groups():
-    """By lengths, heads and the setting alone: 8,192 rows of 32 heads, with rows as heads."""
-    shapes = [(1, heads, 4096, 128) for heads in (256, 64, 64)]
+    """By lengths, heads and the setting alone: 32,768 rows of 32 heads, with rows as heads."""
+    shapes = [(1, heads, 4096, 128) for heads in (1024, 256, 256)]
     mask = create_block_mask(causal, None, None, 4096, 4096, "cpu")
     with fake_ranks(4) as mesh:
         x = [outline(mesh, shape) for shape in shapes]
@@ -233,9 +233,9 @@ def test_explain_tells_groups():
         assert "in this order few are taken to travel" in reasons[-1]
         assert groups(layout=layout) == groups(schedule="gather") == groups(mask=None) == 4
         assert groups(schedule="ring", layout=layout) == 1
-        few = [x[0], *(outline(mesh, (1, 2, 4096, n)) for n in (128, 512))]
+        few = [x[0], *(outline(mesh, (1, 2, 4096, n)) for n in (128, 1024))]
         assert groups(layout=layout, tensors=few) == 2
-        short = [outline(mesh, (1, n, 1024, 128)) for n in (256, 64, 64)]
+        short = [outline(mesh, (1, n, 1024, 128)) for n in (1024, 256, 256)]
         small = create_block_mask(causal, None, None, 1024, 1024, "cpu")
         assert groups(layout=HeadTail(1024, 4), mask=small, tensors=short) == 1
         assert "too few rows, key heads or bytes" in reasons[-1]

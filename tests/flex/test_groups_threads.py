@@ -126,11 +126,12 @@ def test_rooms_hold_what_is_read(monkeypatch):
     mask = create_block_mask(causal, None, None, 128, 128, "cpu", BLOCK_SIZE=8)
     run_groups(mask, 128, 4, HeadTail(128, 4).text, twice=False)
     row = B * HKV * (D + DV) * 4
-    # Of 8 pieces of 16 rows rank r has r and 7 - r: it reads all before 7 - r but r.
-    read = [(6 - r) * 16 * row for r in range(4)]
+    # Of 8 pieces of 16 rows rank r has r and 7 - r: it reads all before 7 - r but r, once for all
+    # heads and once by groups.
+    read = [2 * (6 - r) * 16 * row for r in range(4)]
     assert [rooms.sent["flex keys", r] for r in range(4)] == read
     # What others computed of r and 7 - r: the first one is read by 3 ranks, the other by r.
-    home = [(3 + r) * 16 * row for r in range(4)]
+    home = [2 * (3 + r) * 16 * row for r in range(4)]
     assert [rooms.sent["flex gradients", r] for r in range(4)] == home
     rooms.assert_all_is_quiet()
     rooms.sent.clear()
@@ -177,12 +178,12 @@ def test_tokens(rooms):
 
 def test_how_many_groups():
     mib = 2**20
-    assert count_groups(8192, 32, 8, 96 * mib) == 4
-    assert count_groups(8192, 32, 2, 96 * mib) == 2
-    assert count_groups(8192, 32, 1, 96 * mib) == 1, "one key head"
-    assert count_groups(4096, 32, 8, 48 * mib) == 2, "kernels would be small"
-    assert count_groups(2048, 32, 8, 24 * mib) == 1
-    assert count_groups(8192, 32, 8, 8 * mib) == 2, "little to bring"
+    assert count_groups(32768, 32, 8, 384 * mib) == 4
+    assert count_groups(32768, 32, 2, 384 * mib) == 2
+    assert count_groups(32768, 32, 1, 384 * mib) == 1, "one key head"
+    assert count_groups(16384, 32, 8, 192 * mib) == 2, "kernels would be small"
+    assert count_groups(8192, 32, 8, 96 * mib) == 1
+    assert count_groups(32768, 32, 8, 8 * mib) == 2, "little to bring"
     assert spans(8, 4) == ((0, 2), (2, 2), (4, 2), (6, 2))
     layout = HeadTail(64, 2)
     assert keys_travel("gather", None, True) and keys_travel("exchange", layout, True)
