@@ -90,7 +90,7 @@ def dense(num: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 def lists(table: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of :func:`dense`: blocks of a row in ascending order, then all others."""
-    # Dense, for Triton's kernels step through a list by 1; a sort keeps a transposed table's strides.
+    # Dense, for Triton's kernels step through a list by 1, and a sort keeps strides.
     table = table.contiguous()
     order = torch.sort(table.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     return table.sum(-1, dtype=torch.int32), order.to(torch.int32)

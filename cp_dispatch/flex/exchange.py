@@ -16,6 +16,7 @@ the inputs' dtype as the kernel gives them, and their owner adds them up in floa
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -171,14 +172,15 @@ class Exchange:
     # -- Shares of gradients, staged owner after owner ------------------------------------------
 
     def stage(self, parts: Sequence[Tensor], staged: Tensor) -> Pairs:
-        """Where this rank's shares go in ``staged`` (rows, n), for :func:`copy_all`."""
+        """Where this rank's shares of ``parts`` (positions, ...) go in ``staged`` (rows, n), one
+        part beside the other, for :func:`copy_all`."""
         pairs, start = [], 0
+        widths = [math.prod(part.shape[1:]) for part in parts]
         for owner in self._others:
-            place, column = self._of[owner], 0
-            for part in parts:
-                into = staged[start : start + place.rows, column : column + part.size(1)]
-                pairs += place.taken_into(into, part)
-                column += part.size(1)
+            place = self._of[owner]
+            columns = staged[start : start + place.rows].split(widths, 1)
+            for part, into in zip(parts, columns, strict=True):
+                pairs += place.taken_into(into.unflatten(1, part.shape[1:]), part)
             start += place.rows
         return pairs
 

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from cp_dispatch.layouts import Balancer, Span
 
-#: Query rows times heads of a group: 2,048 blocks of 128 rows, about 16 for each SM of an H100. Of a
-#: quarter as many, 4 groups of a causal mask took 3.3 ms where one kernel took 2.8, and 10.8 where
-#: it took 10.4 with the backward (2 H200s, 8,192 tokens each, 32/8 heads, 2026-11-28).
+#: Query rows times heads of a group: 2,048 blocks of 128 rows, about 16 for each SM of an H100.
+#: Of a quarter as many, 4 groups of a causal mask took 3.3 ms where one kernel took 2.8, and 10.8
+#: where it took 10.4 with the backward (2 H200s, 8,192 tokens each, 32/8 heads, 2026-11-28).
 LEAST_ROWS = 2**18
 #: Bytes that a group brings from other ranks; NVLink takes 20 us for them.
 LEAST_BYTES = 2**22

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Shard
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex import groups
 from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
 from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import Pairs, copy_all, rows_of, split_rows
+from cp_dispatch.flex.rows import Pairs, copy_all, split_rows
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 
@@ -102,7 +102,6 @@ class _Pulled:
         self._own, self._there = zip(*found, strict=True)
 
 
-
 class PulledKeys(_Pulled):
     """As :class:`~cp_dispatch.flex.carriers.Collectives`, for keys."""
 
@@ -180,16 +179,16 @@ class PulledGradients(_Pulled):
         """Write to ``grads`` of this rank's keys ``(B, Hkv, L, D)`` what all ranks computed, in
         ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
         exchange, dims = self._exchange, self._room.dims
-        parts = [rows_of(x, 1) for x in (grad_key, grad_value)]
+        parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
         staged = self.room(0, parts[0], self._room.columns)
         copy_all(exchange.stage(parts, staged))
         places, shares = exchange.sums
         keys, values = [grad_key] * shares[self._rank], [grad_value] * shares[self._rank]
-        columns = [part.size(1) for part in parts]
+        widths = [grad.size(0) * grad.size(1) * grad.size(3) for grad in grads]
         for taker, rows in self._pull(0).items():
             views = [
                 x.view(x.size(0), *grad.shape[:2], dim).permute(1, 2, 0, 3)
-                for x, grad, dim in zip(rows.split(columns, 1), grads, dims, strict=True)
+                for x, grad, dim in zip(rows.split(widths, 1), grads, dims, strict=True)
             ]
             keys += [views[0]] * shares[taker]
             values += [views[1]] * shares[taker]
