@@ -7,6 +7,11 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import reaches_peers
 
+UNKNOWN = (
+    "moved by copy engines if every rank can write to every other's memory, which they find out "
+    "at their first call, else by NCCL"
+)
+NOT_REACHED = "moved by NCCL: not every rank can write to every other's memory, or was told not to"
 _PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "one_call", "ulysses")
 
 
@@ -14,17 +19,19 @@ def carrier(query: DTensor, schedule: str | None, mesh_dims: tuple[int, ...]) ->
     """Whether copy engines or NCCL move what a schedule moves; None where there is no choice."""
     if query.device_mesh.device_type != "cuda" or schedule not in _PUSHED or not mesh_dims:
         return None
-    # The group of several mesh dims is made at its first call, and this must not communicate.
-    name = ring_group_name(query.device_mesh, mesh_dims) if len(mesh_dims) == 1 else ""
-    reaches = reaches_peers(name) if name else None
+    reaches = reaches_all(query, mesh_dims)
     if reaches is None:
-        return (
-            "moved by copy engines if every rank can write to every other's memory, which they "
-            "find out at their first call, else by NCCL"
-        )
+        return UNKNOWN
     if not reaches:
-        return "moved by NCCL: not every rank can write to every other's memory, or was told not to"
+        return NOT_REACHED
     return (
         "moved by copy engines where rooms of 1 GiB suffice: nothing that its receiver does not "
         "need, and gradients in the kernels' dtype (the bytes above are NCCL's)"
     )
+
+
+def reaches_all(query: DTensor, mesh_dims: tuple[int, ...]) -> bool | None:
+    """Whether the ranks of these mesh dims write to each other's memory; None if not yet known."""
+    # The group of several mesh dims is made at its first call, and this must not communicate.
+    name = ring_group_name(query.device_mesh, mesh_dims) if len(mesh_dims) == 1 else ""
+    return reaches_peers(name) if name else None

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from cp_dispatch import transport
+from cp_dispatch.flex import explain
+from cp_dispatch.flex.needs import Move
+from cp_dispatch.layouts import Span
 
 
 def query(device="cuda"):
@@ -24,6 +27,24 @@ def test_words(monkeypatch, reaches, words):
 def test_groups_are_not_made(monkeypatch):
     monkeypatch.delattr(transport, "ring_group_name")
     assert "find out" in transport.carrier(query(), "ring", (0, 1))
+
+
+@pytest.mark.parametrize("runs, reaches, words, may_gather", [
+    (3, None, "find out at their first call", True), (3, False, "moved by NCCL: not", True),
+    (3, True, "moved by copy engines", False), (65, True, "needs 65 runs of rows", True),
+])  # fmt: skip
+def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
+    """Copy engines move what is needed and no more; a collective gathers all where it pays."""
+    monkeypatch.setattr(explain, "reaches_all", lambda query, dims: reaches)
+    spans = tuple(Span(2 * i, 1) for i in range(runs))
+    empty, full = Move(0, 0, (), ()), Move(1, 0, spans, spans)
+    table = ((empty, empty), (full, empty))
+    plan = SimpleNamespace(schedule="exchange", world_size=2, mesh_dims=(0,))
+    ((found,), gathers) = explain._moved(plan, query(), table)
+    assert words in found and gathers == may_gather
+    assert explain._moved(plan, query("cpu"), table) == ((), True)
+    plan.schedule = "ring"
+    assert explain._moved(plan, query(), table) == ((), False)
 
 
 @pytest.mark.parametrize("call", [

@@ -103,7 +103,36 @@ def host_table(record: dict) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"train": train_table, "host": host_table}
+def flex_table(record: dict) -> str:
+    """Share of one GPU's FlexAttention that each way keeps, under each mask."""
+    rows = [row for row in record["rows"] if "kept" in row]
+    cells = {(r["mask"], r["implementation"], r["mode"]): r for r in rows}
+    lines = [
+        "| mask | | forward | forward + backward | extra memory | sent |",
+        "|---" * 6 + "|",
+    ]
+    for mask, name in dict.fromkeys((r["mask"], r["implementation"]) for r in rows):
+        forward, both = (cells.get((mask, name, mode)) for mode in ("fwd", "fwd+bwd"))
+        kept = [f"{row['kept'] * 100:.1f}%" if row else "" for row in (forward, both)]
+        last = both or forward
+        lines.append(
+            f"| {mask} | {name} | {' | '.join(kept)} | {last['extra_mib']:,.0f} MiB | "
+            f"{last['sent_mib']:,.0f} MiB |"
+        )
+    one = rows[0]
+    heads, key_heads = one["heads"]
+    lines += [
+        "",
+        f"FlexAttention, {one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x "
+        f"{record['card']}, {one['dtype']}, {heads} query and {key_heads} key/value heads of "
+        f"{one['head_dim']}, documents of 4,096 tokens on average, a window of 1,024, "
+        f"{one['steps']} steps per timed round; sent: by the rank that sends most, forward. "
+        f"torch {record['torch']}, {record['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"train": train_table, "host": host_table, "flex": flex_table}
 
 
 def main() -> None:

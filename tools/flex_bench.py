@@ -290,6 +290,7 @@ def main() -> None:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "date": date,
+            "kind": "flex",
             "rows": rows,
         }
         out.write_text(json.dumps(record, indent=1) + "\n")

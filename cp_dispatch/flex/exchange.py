@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.flex.needs import Move, Needs, everything, moves, pays_to_gather
+from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, pays_to_gather
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.flex.rows import Pairs, Selector, copy_all, pack_rows, split_rows
 
@@ -64,9 +64,8 @@ class Exchange:
 
     @functools.cached_property
     def most_runs(self) -> int:
-        """The most runs of rows of others that some rank needs."""
-        ranks = range(self.keys.world_size)
-        return max(sum(len(self.table[o][t].pieces) for o in ranks if o != t) for t in ranks)
+        """As :func:`~cp_dispatch.flex.needs.most_runs`."""
+        return most_runs(self.table)
 
     @functools.cached_property
     def most_sums(self) -> int:

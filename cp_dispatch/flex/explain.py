@@ -12,9 +12,10 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
-from cp_dispatch.flex.needs import everything, rows_sent
+from cp_dispatch.flex.needs import Moves, everything, most_runs, moves, rows_sent
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
-from cp_dispatch.transport import carrier
+from cp_dispatch.flex.pulled import MOST_RUNS
+from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
 
 
 @torch.no_grad()
@@ -39,10 +40,6 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
         return FlexPlan("stock", reasons=reasons, call=call.describe())
     plan = in_words(make_plan(options, call), call)
-    moves = plan.schedule in ("exchange", "gather") and plan.world_size > 1
-    moved = carrier(query, "gather", plan.mesh_dims) if moves else None
-    if moved is not None:
-        plan = dataclasses.replace(plan, reasons=(*plan.reasons, moved))
     if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):
         return plan
     local = LocalFlex(call, plan)
@@ -58,6 +55,25 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         return plan
     else:
         needs = job.needs()
-    ranks, may_gather = range(plan.world_size), plan.schedule != "ring"
+    moved, may_gather = _moved(plan, query, moves(needs, job.keys))
+    ranks = range(plan.world_size)
     rows = tuple(rows_sent(needs, job.keys, rank, may_gather) for rank in ranks)
-    return dataclasses.replace(plan, rows_sent=rows)
+    return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *moved))
+
+
+def _moved(plan: FlexPlan, query: DTensor, table: Moves) -> tuple[tuple[str, ...], bool]:
+    """What carries keys and gradients, in words, and whether it may gather all of them where most
+    are needed."""
+    if plan.schedule == "ring" or plan.world_size == 1:
+        return (), plan.schedule != "ring"
+    if query.device_mesh.device_type != "cuda":
+        return (), True
+    reaches, runs = reaches_all(query, plan.mesh_dims), most_runs(table)
+    if not reaches:
+        return (UNKNOWN if reaches is None else NOT_REACHED,), True
+    if runs > MOST_RUNS:
+        words = (
+            f"moved by NCCL: some rank needs {runs} runs of rows, copy engines up to {MOST_RUNS}"
+        )
+        return (words,), True
+    return ("moved by copy engines where rooms of 1 GiB suffice, else by NCCL",), False

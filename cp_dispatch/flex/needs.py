@@ -135,6 +135,12 @@ def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
     return keys.world_size > 1 and len(rows) == 1 and needed >= _MOST * everyone
 
 
+def most_runs(table: Moves) -> int:
+    """The most runs of rows of others that some rank needs."""
+    ranks = range(len(table))
+    return max(sum(len(table[o][t].pieces) for o in ranks if o != t) for t in ranks)
+
+
 def rows_sent(needs: Needs, keys: Ownership, rank: int, may_gather: bool = True) -> int:
     """Rows that ``rank`` sends to others in a forward."""
     if may_gather and pays_to_gather(needs, keys):

@@ -19,15 +19,15 @@ from cp_dispatch.flex.rows import Pairs, copy_all, split_rows
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 
-# A copy costs some microseconds; where a rank needs more runs of rows than this, a collective moves
-# them, and kernels put them in place. So does the sum of a run.
-_MOST_RUNS = 64
+#: A copy costs some microseconds; where a rank needs more runs of rows than this, a collective
+#: moves them, and kernels put them in place. So does the sum of a run.
+MOST_RUNS = 64
 _MOST_SUMS = 32
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
     """What brings the keys of all groups; all ranks find the same."""
-    if 0 < exchange.most_runs <= _MOST_RUNS:
+    if 0 < exchange.most_runs <= MOST_RUNS:
         rows = [exchange.keys.lanes * exchange.keys.rows(rank) for rank in range(ring.world_size)]
         room = _Room(exchange, ring, "flex keys", key, value, groups, max(rows))
         if room.box is not None:

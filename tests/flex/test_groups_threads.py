@@ -135,7 +135,7 @@ def test_rooms_hold_what_is_read(monkeypatch):
     assert [rooms.sent["flex gradients", r] for r in range(4)] == home
     rooms.assert_all_is_quiet()
     rooms.sent.clear()
-    monkeypatch.setattr("cp_dispatch.flex.pulled._MOST_RUNS", 1)
+    monkeypatch.setattr("cp_dispatch.flex.pulled.MOST_RUNS", 1)
     run_groups(mask, 128, 4, HeadTail(128, 4).text, twice=False)
     assert rooms.used == {"flex gradients"}
 
