@@ -82,11 +82,12 @@ def _backward(
             rows.copy_rows(into, out_of, inverse, along, False)
             continue
         order, offsets = sources_of(index, length)
-        for target, grad, dim in zip(into, out_of, along, strict=True):
-            if grad.is_complex():
-                target, grad = torch.view_as_real(target), torch.view_as_real(grad)
-            rows.sum_rows(target, grad, order, offsets, dim)
+        rows.sum_rows(_as_real(into), _as_real(out_of), order, offsets, along)
     return outs
+
+
+def _as_real(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
 
 
 def _backward_fake(grads, index, dims, lengths, unique=False):

@@ -23,9 +23,11 @@ _SCHEMAS = (
     # other way round. Without an index, a plain copy. All pairs in one launch.
     "copy_rows(Tensor(a!)[] targets, Tensor[] sources, Tensor? index, int[] dims, bool scatter)"
     " -> ()",
-    # target row r is the sum of the source rows order[offsets[r]:offsets[r + 1]], added in
-    # float32 (float64) and rounded once. Offsets (N + 1,) or (B, N + 1) into one order.
-    "sum_rows(Tensor(a!) target, Tensor source, Tensor order, Tensor offsets, int dim) -> ()",
+    # Row r of each target is the sum of its source's rows order[offsets[r]:offsets[r + 1]], added
+    # one after the other in float32 (float64) and rounded once. Offsets (N + 1,) or (B, N + 1)
+    # into one order. All pairs of one dtype in one launch.
+    "sum_rows(Tensor(a!)[] targets, Tensor[] sources, Tensor order, Tensor offsets, int[] dims)"
+    " -> ()",
     # The positions of spans (position, length), one after the other.
     "span_indices(Tensor spans, int total) -> Tensor",
     # Where each of `size` rows went: inverse[index[i]] = i, -1 for a row that went nowhere.
@@ -116,9 +118,17 @@ def _shape(source: Tensor, dim: int, length: int) -> list[int]:
 
 
 def sum_rows_eager(
-    target: Tensor, source: Tensor, order: Tensor, offsets: Tensor, dim: int
+    targets: list[Tensor], sources: list[Tensor], order: Tensor, offsets: Tensor, dims: list[int]
 ) -> None:
     """The specification of ``sum_rows``."""
+    pairs = zip(targets, sources, dims, strict=True)
+    # All sums before the first is written: what does not fit together raises and leaves no traces.
+    totals = [_sum(target, source, order, offsets, dim) for target, source, dim in pairs]
+    for target, total in zip(targets, totals, strict=True):
+        target.copy_(total)
+
+
+def _sum(target: Tensor, source: Tensor, order: Tensor, offsets: Tensor, dim: int) -> Tensor:
     wide = torch.float64 if source.dtype is torch.float64 else torch.float32
     total = torch.zeros(target.shape, dtype=wide, device=target.device)
     many = offsets.dim() == 2 and offsets.size(0) > 1
@@ -129,7 +139,7 @@ def sum_rows_eager(
         rows = torch.repeat_interleave(bounds.diff())
         from_rows = order[int(bounds[0]) : int(bounds[-1])]
         into.index_add_(along, rows, out_of.index_select(along, from_rows).to(wide))
-    target.copy_(total)
+    return total
 
 
 def span_indices_eager(spans: Tensor, total: int) -> Tensor:

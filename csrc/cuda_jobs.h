@@ -9,6 +9,8 @@ namespace cp_dispatch {
 constexpr int kThreads = 256;
 constexpr int kMaxDims = 6;
 constexpr int64_t kMaxCount = int64_t{1} << 30;  // runs of one job, for Divider
+constexpr int kMaxJobs = 4;                      // of one launch
+constexpr int64_t kPieceBytes = 4096;            // what a long run is cut into
 
 struct Loop {
   int64_t source, target, index;
@@ -24,6 +26,11 @@ struct Job {
   uint32_t count, units, first_block;
   int ndims, columns_log2;
   bool wide_index, scatter;
+};
+
+struct Jobs {
+  Job jobs[kMaxJobs];
+  int count;
 };
 
 inline Job make_job(const RowCopy& copy) {
@@ -80,6 +87,62 @@ inline int unit_of(const RowCopy& copy) {
     bits |= static_cast<uint64_t>(dim.source) | static_cast<uint64_t>(dim.target);
   }
   return static_cast<int>(bits & (~bits + 1));
+}
+
+// What a block of a kernel works on at once: its threads are rows x columns, and each of them has
+// so many runs in flight, and so many units of each.
+struct Tile {
+  int threads, runs, units;
+};
+
+// Calls `launch(jobs, blocks, unit)` with jobs of one unit, as many as a launch takes.
+template <typename Kernel>
+class Batch {
+ public:
+  Batch(Tile tile, Kernel launch) : tile_(tile), launch_(launch) {}
+
+  void add(const RowCopy& copy, int unit) {
+    if (unit != unit_) flush();  // a short tail must not narrow the others
+    unit_ = unit;
+    Job& job = jobs_.jobs[jobs_.count++];
+    job = make_job(copy);
+    job.units = static_cast<uint32_t>(copy.run / unit);
+    while ((static_cast<uint32_t>(tile_.units) << job.columns_log2) < job.units &&
+           (1 << job.columns_log2) < tile_.threads) {
+      ++job.columns_log2;
+    }
+    const uint32_t runs = (tile_.threads >> job.columns_log2) * tile_.runs;
+    job.first_block = blocks_;
+    blocks_ += (job.count + runs - 1) / runs;
+    if (jobs_.count == kMaxJobs) flush();
+  }
+
+  void flush() {
+    if (jobs_.count == 0) return;
+    launch_(jobs_, blocks_, unit_);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    jobs_.count = 0;
+    blocks_ = 0;
+  }
+
+ private:
+  Tile tile_;
+  Kernel launch_;
+  Jobs jobs_{};
+  uint32_t blocks_ = 0;
+  int unit_ = 16;
+};
+
+// Calls `emit` with copies that make up `whole`: each fits in a Job, and in many threads.
+template <typename Emit>
+void for_jobs(const RowCopy& whole, const Emit& emit) {
+  cut_runs(whole, kPieceBytes, [&](const RowCopy& run) { split(run, emit); });
+}
+
+__device__ __forceinline__ const Job& job_of_block(const Jobs& jobs) {
+  int number = 0;
+  while (number + 1 < jobs.count && blockIdx.x >= jobs.jobs[number + 1].first_block) ++number;
+  return jobs.jobs[number];
 }
 
 __device__ __forceinline__ int64_t read_index(const Job& job, int64_t at) {

@@ -174,20 +174,25 @@ inline void check_lists(const std::vector<Tensor>& targets, const std::vector<Te
   }
 }
 
-// The rows that row r of `out` sums are order[offsets[r]] to order[offsets[r + 1] - 1] of `x`.
-inline void check_sum(const Tensor& out, const Tensor& x, const Tensor& order,
-                      const Tensor& offsets, int64_t dim) {
+// The rows that row r of a target sums are order[offsets[r]] to order[offsets[r + 1] - 1] of its
+// source. Sizes and dtypes of a pair are for plan_rows to check.
+inline void check_sums(const std::vector<Tensor>& targets, const std::vector<Tensor>& sources,
+                       const Tensor& order, const Tensor& offsets,
+                       const std::vector<int64_t>& dims) {
+  check_lists(targets, sources, dims);
   STD_TORCH_CHECK(order.scalar_type() == ScalarType::Long &&
                       offsets.scalar_type() == ScalarType::Long,
                   "order and offsets must be int64");
   STD_TORCH_CHECK(order.dim() == 1 && order.is_contiguous() && offsets.is_contiguous(),
                   "order must be (N,), order and offsets contiguous");
-  STD_TORCH_CHECK(order.get_device_index() == x.get_device_index() &&
-                      out.get_device_index() == x.get_device_index() &&
-                      order.is_cuda() == x.is_cuda() && offsets.is_cuda() == x.is_cuda(),
-                  "all tensors must be on one device");
-  STD_TORCH_CHECK(offsets.dim() == 1 || offsets.size(0) == 1 || dim != 0,
-                  "an index per batch row needs dim != 0");
+  for (size_t i = 0; i < sources.size(); ++i) {
+    STD_TORCH_CHECK(order.get_device_index() == sources[i].get_device_index() &&
+                        order.is_cuda() == sources[i].is_cuda() &&
+                        offsets.is_cuda() == sources[i].is_cuda(),
+                    "all tensors must be on one device");
+    STD_TORCH_CHECK(offsets.dim() == 1 || offsets.size(0) == 1 || dims[i] != 0,
+                    "an index per batch row needs dim != 0");
+  }
 }
 
 }  // namespace cp_dispatch

@@ -5,21 +5,12 @@ namespace cp_dispatch {
 namespace {
 
 constexpr int kRowsAtOnce = 4;  // loads in flight for each thread
-constexpr int kMaxJobs = 4;
-constexpr int64_t kPieceBytes = 4096;  // one unit for each thread of a block
 
-struct Jobs {
-  Job jobs[kMaxJobs];
-  int count;
-};
-
-// A block of threads is rows x columns: each row of threads copies one run, a Unit at a time, and
-// each thread keeps kRowsAtOnce runs in flight.
+// Each row of a block's threads copies one run, a Unit at a time, and each thread keeps kRowsAtOnce
+// runs in flight.
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Jobs jobs) {
-  int number = 0;
-  while (number + 1 < jobs.count && blockIdx.x >= jobs.jobs[number + 1].first_block) ++number;
-  const Job& job = jobs.jobs[number];
+  const Job& job = job_of_block(jobs);
   const uint32_t columns = 1u << job.columns_log2;
   const uint32_t column = threadIdx.x & (columns - 1);
   const uint32_t step = kThreads >> job.columns_log2;
@@ -59,55 +50,15 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   }
 }
 
-// The jobs of one launch; more than fit go in several.
-class Batch {
- public:
-  explicit Batch(cudaStream_t stream) : stream_(stream) {}
-
-  void add(const RowCopy& whole) {
-    cut_runs(whole, kPieceBytes, [this](const RowCopy& run) {
-      split(run, [this](const RowCopy& copy) {
-        const int unit = unit_of(copy);
-        if (unit != unit_) launch();  // a short tail must not narrow the others
-        unit_ = unit;
-        runs_[jobs_.count] = copy.run;
-        jobs_.jobs[jobs_.count++] = make_job(copy);
-        if (jobs_.count == kMaxJobs) launch();
-      });
-    });
+void launch_copy(const Jobs& jobs, uint32_t blocks, int unit, cudaStream_t stream) {
+  switch (unit) {
+    case 16: copy_kernel<uint4><<<blocks, kThreads, 0, stream>>>(jobs); break;
+    case 8: copy_kernel<uint2><<<blocks, kThreads, 0, stream>>>(jobs); break;
+    case 4: copy_kernel<uint32_t><<<blocks, kThreads, 0, stream>>>(jobs); break;
+    case 2: copy_kernel<uint16_t><<<blocks, kThreads, 0, stream>>>(jobs); break;
+    default: copy_kernel<uint8_t><<<blocks, kThreads, 0, stream>>>(jobs); break;
   }
-
-  void launch() {
-    if (jobs_.count == 0) return;
-    uint32_t blocks = 0;
-    for (int i = 0; i < jobs_.count; ++i) {
-      Job& job = jobs_.jobs[i];
-      job.units = static_cast<uint32_t>(runs_[i] / unit_);
-      job.columns_log2 = 0;
-      while ((1u << job.columns_log2) < job.units && (1 << job.columns_log2) < kThreads) {
-        ++job.columns_log2;
-      }
-      job.first_block = blocks;
-      const uint32_t rows = (kThreads >> job.columns_log2) * kRowsAtOnce;
-      blocks += (job.count + rows - 1) / rows;
-    }
-    switch (unit_) {
-      case 16: copy_kernel<uint4><<<blocks, kThreads, 0, stream_>>>(jobs_); break;
-      case 8: copy_kernel<uint2><<<blocks, kThreads, 0, stream_>>>(jobs_); break;
-      case 4: copy_kernel<uint32_t><<<blocks, kThreads, 0, stream_>>>(jobs_); break;
-      case 2: copy_kernel<uint16_t><<<blocks, kThreads, 0, stream_>>>(jobs_); break;
-      default: copy_kernel<uint8_t><<<blocks, kThreads, 0, stream_>>>(jobs_); break;
-    }
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    jobs_.count = 0;
-  }
-
- private:
-  cudaStream_t stream_;
-  Jobs jobs_{};
-  int64_t runs_[kMaxJobs] = {};
-  int unit_ = 16;
-};
+}
 
 void copy_rows(std::vector<Tensor> targets, std::vector<Tensor> sources,
                std::optional<Tensor> index, std::vector<int64_t> dims, bool scatter) {
@@ -115,11 +66,14 @@ void copy_rows(std::vector<Tensor> targets, std::vector<Tensor> sources,
   if (sources.empty()) return;
   STD_TORCH_CHECK(!index.has_value() || index->is_cuda(), "index must be on the tensors' device");
   const Launch launch(sources[0].get_device_index());
-  Batch batch(launch.stream());
+  Batch batch({kThreads, kRowsAtOnce, 1}, [&](const Jobs& jobs, uint32_t blocks, int unit) {
+    launch_copy(jobs, blocks, unit, launch.stream());
+  });
   for (size_t i = 0; i < sources.size(); ++i) {
-    batch.add(plan_rows(targets[i], sources[i], index, dims[i], scatter));
+    for_jobs(plan_rows(targets[i], sources[i], index, dims[i], scatter),
+             [&](const RowCopy& copy) { batch.add(copy, unit_of(copy)); });
   }
-  batch.launch();
+  batch.flush();
 }
 
 __global__ void span_kernel(const int64_t* spans, int64_t count, int64_t row, int64_t column,

@@ -115,7 +115,6 @@ void merge_partials(const Tensor out_a, const Tensor lse_a, const Tensor out_b,
 template <typename Acc>
 void sum_runs(const RowCopy& copy, const int64_t* order, ScalarType type, int64_t item) {
   const FloatOps<Acc>* ops = float_ops<Acc>(type);
-  STD_TORCH_CHECK(ops != nullptr, "rows must be bfloat16, float16, float32 or float64");
   const int64_t count = copy.count(), elements = copy.run / std::max<int64_t>(item, 1);
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(elements, 1));
   torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
@@ -142,21 +141,35 @@ void sum_runs(const RowCopy& copy, const int64_t* order, ScalarType type, int64_
   });
 }
 
-void sum_rows(Tensor out, const Tensor x, const Tensor order, const Tensor offsets, int64_t dim) {
-  check_sum(out, x, order, offsets, dim);
-  const RowCopy copy = plan_rows(out, x, offsets, dim, false, 1);
+void check_range(const Tensor& values, int64_t last, const char* what) {
+  const int64_t* at = static_cast<const int64_t*>(values.const_data_ptr());
+  for (int64_t i = 0; i < values.numel(); ++i) {
+    STD_TORCH_CHECK(at[i] >= 0 && at[i] <= last, what, " ", at[i], " is out of range: expected 0 to ",
+                    last);
+  }
+}
+
+void sum_rows(std::vector<Tensor> targets, std::vector<Tensor> sources, const Tensor order,
+              const Tensor offsets, std::vector<int64_t> dims) {
+  check_sums(targets, sources, order, offsets, dims);
+  if (sources.empty()) return;
+  std::vector<RowCopy> copies;  // all are planned and checked before the first is summed
+  int64_t rows = INT64_MAX;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    STD_TORCH_CHECK(float_ops<float>(sources[i].scalar_type()) != nullptr,
+                    "rows must be bfloat16, float16, float32 or float64");
+    copies.push_back(plan_rows(targets[i], sources[i], offsets, dims[i], false, 1));
+    rows = std::min(rows, copies.back().rows);
+  }
+  check_range(order, rows - 1, "order");
+  check_range(offsets, order.numel(), "offsets");
   const int64_t* values = static_cast<const int64_t*>(order.const_data_ptr());
-  for (int64_t i = 0; i < order.numel(); ++i) {
-    STD_TORCH_CHECK(values[i] >= 0 && values[i] < copy.rows, "order has a row out of range");
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto type = sources[i].scalar_type();
+    const int64_t item = static_cast<int64_t>(sources[i].element_size());
+    type == ScalarType::Double ? sum_runs<double>(copies[i], values, type, item)
+                               : sum_runs<float>(copies[i], values, type, item);
   }
-  const int64_t* bounds = static_cast<const int64_t*>(offsets.const_data_ptr());
-  for (int64_t i = 0; i < offsets.numel(); ++i) {
-    STD_TORCH_CHECK(bounds[i] >= 0 && bounds[i] <= order.numel(), "offsets are out of range");
-  }
-  const auto type = x.scalar_type();
-  const int64_t item = static_cast<int64_t>(x.element_size());
-  type == ScalarType::Double ? sum_runs<double>(copy, values, type, item)
-                             : sum_runs<float>(copy, values, type, item);
 }
 
 }  // namespace

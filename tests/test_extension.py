@@ -154,9 +154,10 @@ def copy_arguments(index, scatter):
     return targets, [k, v], index, [2, 2], scatter
 
 
-def sum_arguments():
-    order, offsets = sources_of(torch.tensor([[0, 2, 2], [1, -1, 0]]), 4)
-    return torch.zeros(2, 4, 5), torch.randn(2, 3, 5), order, offsets, 1
+def sum_arguments(index):
+    k, v = torch.randn(2, 3, 5), torch.randn(2, 3, 2, 3).bfloat16().transpose(1, 3)
+    targets = [torch.zeros(2, 4, 5), torch.zeros(2, 3, 2, 4, dtype=torch.bfloat16)]
+    return targets, [k, v], *sources_of(torch.tensor(index), 4), [1, 3]
 
 
 INDEX = torch.tensor([3, -1, 0, 1])
@@ -167,7 +168,8 @@ CALLS = {
         rows.copy_rows, copy_arguments(torch.stack([INDEX, INDEX.flip(0)]).int(), False)
     ),
     "copy, no index": (rows.copy_rows, copy_arguments(None, False)),
-    "sum": (rows.sum_rows, sum_arguments()),
+    "sum": (rows.sum_rows, sum_arguments([0, 2, 2])),
+    "sum, per batch row": (rows.sum_rows, sum_arguments([[0, 2, 2], [1, -1, 0]])),
     "spans": (rows.span_indices, (torch.tensor([[4, 2], [0, 3]]), 5)),
     "inverse": (rows.invert_index, (torch.tensor([[1, 0, -1]]), 4)),
     "merge in place": (torch.ops.cp_dispatch.merge_partials.default, merge_arguments()),

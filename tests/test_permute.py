@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cp_dispatch import rows
+from cp_dispatch import extension, rows
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.permute import (
     inverse_permutation,
@@ -193,7 +193,7 @@ def test_repeats_are_summed_wide_and_rounded_once(sums, dtype):
     index = torch.randint(-1, 20, (2, 700))
     order, offsets = sources_of(index, 25)
     out = torch.full((2, 3, 25, 6), torch.nan, dtype=dtype)
-    SUMS[sums](out, x, order, offsets, 2)
+    SUMS[sums]([out], [x], order, offsets, [2])
     wide = torch.zeros(2, 3, 25, 6, dtype=torch.float64)
     for b, i in itertools.product(range(2), range(700)):
         if index[b, i] >= 0:
@@ -202,8 +202,57 @@ def test_repeats_are_summed_wide_and_rounded_once(sums, dtype):
     limit = limits.get(dtype, 1e-4)
     torch.testing.assert_close(out, wide.to(dtype), atol=limit, rtol=torch.finfo(dtype).eps)
     again = torch.empty_like(out)
-    SUMS[sums](again, x, order, offsets, 2)
+    SUMS[sums]([again], [x], order, offsets, [2])
     assert torch.equal(out, again)
+
+
+def pairs_to_sum(batches: int, length: int, rows: int):
+    """Sources and targets of different shapes, dims and dtypes, some of them empty."""
+    for shape, dim, dtype in (
+        ((batches, length, 6), 1, torch.bfloat16), ((batches, 3, length, 40), 2, torch.float32),
+        ((batches, 2, 5, length), 3, torch.float16), ((batches, length), 1, torch.float64),
+        ((batches, 0, length), 2, torch.float32), ((batches, length, 0), 1, torch.bfloat16),
+        ((batches, 2, length, 1030), 2, torch.bfloat16),
+    ):  # fmt: skip
+        x = torch.randn(shape).to(dtype)
+        shape = [rows if d == dim else n for d, n in enumerate(shape)]
+        yield torch.full(shape, torch.nan, dtype=dtype), x, dim
+
+
+@pytest.mark.parametrize("per_batch_row", [False, True])
+@pytest.mark.parametrize("sums", SUMS)
+def test_sums_of_several_tensors_are_those_of_each(sums, per_batch_row):
+    index = torch.randint(-1, 9, (2, 30) if per_batch_row else (30,))
+    order, offsets = sources_of(index, 12)
+    targets, sources, dims = map(list, zip(*pairs_to_sum(2, 30, 12), strict=True))
+    expected = [torch.empty_like(x) for x in targets]
+    SUMS[sums](targets, sources, order, offsets, dims)
+    for out, one, x, dim in zip(expected, targets, sources, dims, strict=True):
+        SUMS[sums]([out], [x], order, offsets, [dim])
+        assert torch.equal(out, one)
+    SUMS[sums]([], [], order, offsets, [])
+
+
+def test_summands_are_added_in_the_order_they_have():
+    index = torch.randint(0, 9, (300,))
+    order, offsets = sources_of(index, 9)
+    for target, x, dim in pairs_to_sum(2, 300, 9):
+        rows.sum_rows([target], [x], order, offsets, [dim])
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        total = torch.zeros(target.shape, dtype=wide)
+        for i, row in enumerate(index.tolist()):
+            total.select(dim, row).add_(x.select(dim, i))
+        assert torch.equal(target, total.to(x.dtype))
+
+
+def test_one_backward_sums_all_tensors_of_a_length_in_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(rows, "sum_rows", lambda *args: calls.append(len(args[0])))
+    tensors = [torch.randn(2, n, requires_grad=True) for n in (4, 4, 5)]
+    tensors.append(torch.randn(4, dtype=torch.complex64, requires_grad=True))
+    outs = permute_sequence(tensors, torch.tensor([1, 1, -1]), [1, 1, 1, 0])
+    torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
+    assert sorted(calls) == [1, 3]
 
 
 # What is refused.
@@ -233,6 +282,32 @@ def test_kernels_refuse_bad_values_that_were_promised_to_be_good():
                      scatter)  # fmt: skip
     with pytest.raises(RuntimeError, match="out of range"):
         permute_sequence([torch.zeros(4)], torch.tensor([4]), 0, checked=True)
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("wrong", ["size", "order", "dims", "sources"])
+def test_sums_that_do_not_fit_write_nothing(sums, wrong):
+    x, order, offsets = torch.randn(2, 3, 5), torch.tensor([0, 2, 2]), torch.tensor([0, 1, 1, 3, 3])
+    targets, sources, dims = [torch.zeros(2, 4, 5) for _ in range(2)], [x, x], [1, 1]
+    if wrong == "size":
+        sources[1] = x[..., :4]
+    elif wrong == "order":
+        sources[1] = x[:, :2]
+    else:
+        {"dims": dims, "sources": sources}[wrong].pop()
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        SUMS[sums](targets, sources, order, offsets, dims)
+    assert not any(target.any() for target in targets)
+
+
+@pytest.mark.skipif(not extension.has_kernel("sum_rows", "cpu"), reason="no extension")
+def test_the_kernel_sums_floats_of_one_dtype_in_each_pair():
+    order, offsets = sources_of(torch.tensor([0, 0, 1]), 4)
+    x, targets = torch.ones(3, 2), [torch.zeros(4, 2), torch.zeros(4, 2)]
+    for bad, message in ((x.half(), "one dtype"), (x.long(), "float32 or float64")):
+        with pytest.raises(RuntimeError, match=message):
+            rows.sum_rows(targets, [x, bad], order, offsets, [0, 0])
+        assert not any(target.any() for target in targets)
 
 
 @pytest.mark.parametrize("index", [

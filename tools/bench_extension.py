@@ -121,9 +121,7 @@ def move_cases(args, q, k, v):
     wides = [x.new_empty(x.shape, dtype=torch.float32) for x in tokens]
 
     def sum_rows():
-        order, offsets = sources_of(twice, length)
-        for x, y in zip(qkv, targets, strict=True):
-            rows.sum_rows(y, x, order, offsets, 2)
+        rows.sum_rows(targets, qkv, *sources_of(twice, length), [2] * 3)
 
     def index_add():
         for x, y, wide in zip(tokens, into, wides, strict=True):
@@ -136,13 +134,9 @@ def move_cases(args, q, k, v):
     )
     sources = sources_of(twice, length)
 
-    def sum_only():
-        for x, y in zip(qkv, targets, strict=True):
-            rows.sum_rows(y, x, *sources, 2)
-
     yield Case(
         "backward of an index with repeats, its sources known",
-        sum_only,
+        lambda: rows.sum_rows(targets, qkv, *sources, [2] * 3),
         {"zero_ + index_add_ in float32": index_add},
         2 * size(*qkv),
     )

@@ -170,9 +170,88 @@ def test_sum_rows(dtype):
             results = []
             for function in (rows.sum_rows, rows.sum_rows_eager):
                 out = torch.full((*shape[:2], 25, shape[3]), NAN, dtype=dtype, device="cuda")
-                function(out, source, order, offsets, 2)
+                function([out], [source], order, offsets, [2])
                 results.append(out)
             torch.testing.assert_close(*results)
+
+
+def summed(function, sources, order, offsets, dims):
+    length = offsets.size(-1) - 1
+    targets = []
+    for x, dim in zip(sources, dims, strict=True):
+        shape = [length if d == dim else n for d, n in enumerate(x.shape)]
+        targets.append(torch.full(shape, NAN, dtype=x.dtype, device=x.device))
+    function(targets, sources, order, offsets, dims)
+    return targets
+
+
+def check_sums(sources, index, dims):
+    """One call for all, a call for each, and the twin: equal, for these are whole numbers."""
+    order, offsets = sources_of(index, 25)
+    together = summed(rows.sum_rows, sources, order, offsets, dims)
+    twins = summed(rows.sum_rows_eager, sources, order, offsets, dims)
+    for out, twin, x, dim in zip(together, twins, sources, dims, strict=True):
+        (alone,) = summed(rows.sum_rows, [x], order, offsets, [dim])
+        assert torch.equal(out, twin) and torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("shape", [(70,), (1, 70), (2, 70)], ids=str)
+def test_sum_of_several_tensors_at_once(shape):
+    """Rows along any dim, some tensors empty, the dtypes in turn: more jobs than a launch takes."""
+    index = torch.randint(-1, 20, shape, device="cuda")
+    pairs = [
+        (randoms(*shape, dtype=dtype), dim)
+        for shape, dim in (((2, 3, 70, 40), 2), ((2, 70, 8), 1), ((2, 1, 70, 128), 2),
+                           ((2, 70, 2, 64), 1), ((2, 2, 70, 16), 2), ((2, 70, 0), 1),
+                           ((2, 0, 70, 8), 2), ((2, 70, 3), 1), ((2, 5, 70), 2), ((2, 70), 1))
+        for dtype in FLOATS
+    ]  # fmt: skip
+    xs, dims = map(list, zip(*pairs, strict=True))
+    check_sums(xs, index, dims)
+
+
+@pytest.mark.parametrize("dim", [1, 8, 40, 96, 255, 520, 8192, 100_000])
+def test_sum_of_rows_of_every_length(dim):
+    """Of different alignments, cut into pieces and tails."""
+    xs = [randoms(1, 70, 2, dim + extra, dtype=torch.bfloat16) for extra in (0, 0, 1, 2, 8, 0)]
+    xs += [x[..., 1:] for x in xs[:2]]
+    check_sums(xs, torch.randint(-1, 20, (70,), device="cuda"), [1] * 8)
+
+
+def test_sum_of_many_dims_of_expanded_memory_and_of_nothing():
+    x = randoms(2, 3, 2, 3, 2, 3, 2, 3, 2).permute(8, 1, 6, 3, 4, 5, 2, 7, 0)
+    index = torch.tensor([1, 0], device="cuda")
+    check_sums([x, x, x], index, [0, 4, 8])
+    x = randoms(2, 1, 6, 8).expand(-1, 5, -1, -1)
+    index = torch.tensor([[1, 1, -1, 0, 20, 1], [3, 2, 2, 2, 2, 2]], device="cuda")
+    check_sums([x, x.mT, x[:, :0]], index, [2, 3, 2])
+    check_sums([], index, [])
+    check_sums([x[:, :, :0]], index[:, :0], [2])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_are_those_of_the_cpu_bit_by_bit(dtype):
+    """The same summands in the same order."""
+    sources = [torch.randn(2, n, 500, 40).to(dtype) for n in (3, 1, 4)]
+    order, offsets = sources_of(torch.randint(-1, 20, (2, 500)), 25)
+    expected = summed(rows.sum_rows, sources, order, offsets, [2] * 3)
+    outs = summed(rows.sum_rows, [x.cuda() for x in sources], order.cuda(), offsets.cuda(), [2] * 3)
+    for out, x in zip(outs, expected, strict=True):
+        assert torch.equal(out.cpu(), x)
+
+
+def test_sums_that_do_not_fit_write_nothing():
+    x, index = randoms(2, 70, 8), torch.randint(0, 20, (70,), device="cuda")
+    order, offsets = sources_of(index, 25)
+    for bad in (
+        randoms(2, 70, 7),
+        randoms(2, 70, 8, dtype=torch.float16),
+        randoms(2, 70, 8).long(),
+    ):
+        targets = [torch.zeros(2, 25, 8, device="cuda") for _ in range(6)]
+        with pytest.raises(RuntimeError):
+            rows.sum_rows(targets, [*[x] * 5, bad], order, offsets, [1] * 6)
+        assert not any(target.any() for target in targets)
 
 
 def test_gradients():
