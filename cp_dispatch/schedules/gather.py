@@ -116,7 +116,8 @@ class _Gather:
         sums = None
         if key_grad:
             dtype = job.backend.gradient_dtype(key.dtype)
-            sums = KeyShares(key, value, job.geometry, job.ring, dtype)
+            nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
+            sums = KeyShares(key, value, job.geometry, job.ring, dtype, nothing=nothing)
             sums.open()
         # Half of what is at home hides the gather, the other half the way of dK and dV.
         half = (len(own) + self.mirrored) // 2

@@ -26,18 +26,21 @@ from cp_dispatch.schedules.pair import Pair
 class KeyShares:
     """Shares of dK and dV, to every owner of keys and from every rank.
 
-    ``parcels(geometry, rank, owner)`` tells which gradients a rank computes for an owner.
+    ``parcels(geometry, rank, owner)`` tells which gradients a rank computes for an owner, unless
+    ``nothing`` is computed on any rank.
     """
 
     def __init__(
-        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype, parcels=parcels_of
-    ):
+        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype,
+        parcels=parcels_of, nothing: bool = False,
+    ):  # fmt: skip
         self._key, self._value, self._ring = key, value, ring
         self._pair = Pair(key, value, dtype)
         self._place = geometry, parcels
         self._plan = _plan_of(geometry, ring.rank, parcels)
-        # Elements of one position; none where nothing is computed.
-        self._row = self._pair.numel(1) if key.numel() and value.numel() else 0
+        # Elements of one position; none where nothing is computed. All ranks find the same, also
+        # one that has shares for nobody, for those of others come to it.
+        self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
         self._is_open, self._work = False, None
         self._box = ring.mailbox("gradients", self._plan.largest * self._row * dtype.itemsize)
 
@@ -66,15 +69,13 @@ class KeyShares:
 
     def _send_in_one_message(self) -> None:
         shares, pair, plan = self._shares, self._pair, self._plan
-        if not shares:
-            plan = _NOTHING
         sizes, coming = ([n * self._row for n in x] for x in (plan.sent, plan.coming))
         send, received = (
             self._key.new_empty(sum(x), dtype=pair.dtype) for x in (sizes, coming)
         )  # fmt: skip
         at = 0
         # In the order of the owners, whichever is the nearest.
-        for _, _, parcel in sorted(plan.outgoing):
+        for _, _, parcel in sorted(plan.outgoing) if self._row else ():
             share, numel = shares[parcel.tile], pair.numel(parcel.length)
             parts = (x.narrow(2, parcel.start, parcel.length) for x in (share.dk, share.dv))
             pair.pack(*parts, send[at : at + numel])
@@ -87,7 +88,7 @@ class KeyShares:
         their dtype, token-major."""
         (self._box or self._work).wait()
         self._work = None
-        own = self._plan.own if self._shares else ()
+        own = self._plan.own if self._row else ()
         parts = [*shares, *(self._shares[parcel.tile] for parcel in own), *self._arrived]
         places = (
             *((share.start, share.dk.size(2), 0) for share in shares),
@@ -103,7 +104,7 @@ class KeyShares:
     def _places(self, box: Mailbox) -> tuple[list[int], list[KeyShare]]:
         """Where shares go, as moves of the box, and those that come."""
         pair, plan = self._pair, self._plan
-        place = *self._place, self._key.shape, self._value.shape, pair.dtype
+        place = *self._place, self._key.shape, self._value.shape, pair.dtype, self._row
         found = box.views.get(place)
         if found is None:
             box.forget_many()
@@ -141,9 +142,6 @@ class _Plan(NamedTuple):
     sent: tuple[int, ...]
     coming: tuple[int, ...]
     largest: int
-
-
-_NOTHING = _Plan((), (), (), (), (), 0)
 
 
 @functools.lru_cache(maxsize=256)

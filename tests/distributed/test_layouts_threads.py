@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, permuted, run_permuted
 from tests.distributed.reference import (
@@ -191,6 +191,30 @@ def test_gather_of_different_lengths(lengths, causal):
 
     with cp_dispatch.enabled(schedule="gather"), only("math"):
         run_threads(4, rank_body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_without_shares_for_others_takes_theirs(world_size):
+    """The first rank of blocks in natural order, and ranks without a query."""
+    length = 8 * world_size
+    causal = Problem(batch=2, heads=4, key_heads=2, length=length, dim=16, causal=True)
+    judge(causal, BlockBalanced([1] * world_size, world_size, 8), world_size, schedule="gather")
+    for problem in (
+        Problem(length=1, key_length=length),
+        Problem(length=1, key_length=length, causal=True),
+        Problem(heads=0, key_heads=1, length=length, causal=True),
+    ):
+        tensors = problem.tensors()
+        want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
+        floors, _ = rounding(problem, tensors)
+
+        def rank_body(rank, problem=problem, tensors=tensors):
+            mesh = init_device_mesh("cpu", (world_size,))
+            return run_sharded(problem, tensors, mesh)
+
+        with cp_dispatch.enabled(schedule="gather"), only("math"):
+            for got in run_threads(world_size, rank_body):
+                check(got, want, alone, floors=floors, few=True)
 
 
 def test_refusals():
