@@ -205,8 +205,9 @@ def steps(inputs, grad, call):
     return {"fwd": forward, "fwd+bwd": both}
 
 
-def run_point(problem: Problem, args, cuda: bool) -> list[dict]:
-    rows, alone = [], {}
+def run_point(problem: Problem, args, cuda: bool):
+    """A row for each implementation and mode, as soon as it is there."""
+    alone = {}
     shape = {
         "mask": problem.kind,
         "tokens_per_rank": problem.tokens,
@@ -240,13 +241,12 @@ def run_point(problem: Problem, args, cuda: bool) -> list[dict]:
                     alone[mode] = row["seconds"]
                 elif mode in alone:
                     row["kept"] = alone[mode] / problem.mesh.size() / row["seconds"]
-            rows.append(row)
             if dist.get_rank() == 0:
                 print(show(row), flush=True)
+            yield row
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
-    return rows
 
 
 def show(row: dict) -> str:
@@ -276,24 +276,25 @@ def main() -> None:
     card = torch.cuda.get_device_name() if cuda else "cpu"
     if rank == 0:
         print(f"{card} x {mesh.size()}, torch {torch.__version__}")
-    rows = []
+    date = datetime.date.today().isoformat()
+    name = f"{date}-flex-{mesh.size()}x{card.split()[1] if cuda else 'cpu'}".lower()
+    out = args.out or RESULTS / f"{name}.json"
+    record = {
+        "card": card,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": date,
+        "kind": "flex",
+        "rows": [],
+    }
     for tokens in args.tokens or [8192, 32768]:
         for kind in args.mask or ["causal", "documents", "window"]:
-            rows += run_point(Problem(args, mesh, tokens, kind), args, cuda)
+            for row in run_point(Problem(args, mesh, tokens, kind), args, cuda):
+                record["rows"].append(row)
+                if rank == 0:  # after each row, for compilation may take longer than there is
+                    out.parent.mkdir(parents=True, exist_ok=True)
+                    out.write_text(json.dumps(record, indent=1) + "\n")
     if rank == 0:
-        date = datetime.date.today().isoformat()
-        name = f"{date}-flex-{mesh.size()}x{card.split()[1] if cuda else 'cpu'}".lower()
-        out = args.out or RESULTS / f"{name}.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "card": card,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "date": date,
-            "kind": "flex",
-            "rows": rows,
-        }
-        out.write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {out}")
     dist.barrier()
     dist.destroy_process_group()
