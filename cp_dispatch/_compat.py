@@ -76,6 +76,7 @@ __all__ = [
     "save_in_traced_checkpoints",
     "sdp_priority_order",
     "set_plain_kernel",
+    "skip_code",
     "symmetric_memory",
     "torch_context_parallel_is_on",
     "without_subclass",
@@ -89,6 +90,14 @@ try:
     from torch._C._distributed_c10d import _SymmetricMemory as symmetric_memory
 except ImportError:
     symmetric_memory = None
+
+
+def skip_code(function) -> None:
+    """Let no frame of a function be compiled; it may still be traced as a part of another."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
 
 # Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
 without_subclass = torch._C.DisableTorchFunctionSubclass

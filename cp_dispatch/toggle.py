@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ from cp_dispatch.plain_context import PlainContext
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+_VMAP_KEY = "FuncTorchVmapMode"  # where vmap takes the function apart, before any of those
 
 _lock = threading.RLock()
 _stack = OptionStack()
@@ -175,6 +177,7 @@ def _sync() -> None:
         graph_guards.override_comes(_is_off)
         # All fetched first: a kernel at one key changes what torch computes for the others.
         kernels = {key: composite_kernel(key) for key in _KEYS}
+        under_vmap = composite_kernel(_VMAP_KEY)
         library = torch.library.Library("aten", "IMPL")
         try:
             for key, kernel in kernels.items():
@@ -183,6 +186,16 @@ def _sync() -> None:
                     "scaled_dot_product_attention",
                     _override(kernel),
                     key,
+                    with_keyset=True,
+                    allow_override=True,
+                )
+            with warnings.catch_warnings():
+                # Torch up to 2.13 says that a kernel was there before, which is called on to.
+                warnings.simplefilter("ignore")
+                library.impl(
+                    "scaled_dot_product_attention",
+                    _refusal_of_vmap(under_vmap),
+                    _VMAP_KEY,
                     with_keyset=True,
                     allow_override=True,
                 )
@@ -244,6 +257,18 @@ def _override(kernel):
             keyset, query, key, value, attn_mask, dropout_p, is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
+
+    return scaled_dot_product_attention
+
+
+def _refusal_of_vmap(kernel):
+    """The kernel that stands before vmap's, which would go on to DTensor's own kernels: in a layout
+    those take the order of the shards for that of the sequence."""
+
+    def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
+        if _stack.current() is not None:
+            involves_dtensor(query, key, value, attn_mask)
+        return kernel.call_boxed(keyset, query, key, value, attn_mask, *args, **kwargs)
 
     return scaled_dot_product_attention
 

@@ -8,6 +8,10 @@ marked instead, as tensors of a subclass that only dynamo ever sees. It replaces
 of ``scaled_dot_product_attention`` on them by :data:`attend_shards`, an op that carries the number
 of the block that there would have been, and is gone once it has been traced: what is left is the
 ring op. The graph is guarded by what decides about that block.
+
+Dynamo loses the mark in places, such as ``torch.cat`` of a tuple; a module in which no call of
+attention was seen therefore raises, which without ``fullgraph=True`` means that it runs in eager
+mode. So does a module with a graph break inside: marked tensors are no input of a graph.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch import graph_guards
-from cp_dispatch._compat import without_subclass
+from cp_dispatch._compat import skip_code, without_subclass
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.ops import NAMESPACE
@@ -31,6 +35,7 @@ _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
 _contexts: dict[int, PlainContext] = {}
 _decide: list = []  # for each class of marked tensors, what gives its block here and now
+_attended: list[int] = []  # for each, the calls of attention that were traced
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 library.define(
@@ -70,6 +75,17 @@ class Marked(torch.Tensor):
                 return _attend(cls.number, *args, **kwargs).as_subclass(cls)
         return super().__torch_function__(func, types, args, kwargs)
 
+    # Methods that torch writes in Python, which dynamo does not trace on a subclass.
+
+    def split(self, split_size, dim=0):
+        return torch.split(self, split_size, dim)
+
+    def unflatten(self, dim, sizes):
+        return torch.unflatten(self, dim, sizes)
+
+    def norm(self, p="fro", dim=None, keepdim=False, dtype=None):
+        return torch.norm(self, p, dim, keepdim, dtype=dtype)
+
 
 def _attend(
     number, query, key, value,
@@ -86,10 +102,17 @@ def _number_of(number: int) -> int:
     decide = _decide[number]
     graph_guards.note_trace(f"the block of ContextParallel {number}", decide)
     context = decide()
+    _attended[number] += 1
     # The same in every process, for graphs are cached on disk, and exported.
     number = int(hashlib.sha256(repr(context).encode()).hexdigest()[:15], 16)
     _contexts[number] = context
     return number
+
+
+@torch.compiler.assume_constant_result
+def _attended_by(number: int) -> int:
+    """How many calls of attention have been traced so far."""
+    return _attended[number]
 
 
 def traced_forward(decide, run, own=None):
@@ -102,10 +125,20 @@ def traced_forward(decide, run, own=None):
     """
     number = len(_decide)
     _decide.append(decide)
+    _attended.append(0)
     cls = type(f"Marked{number}", (Marked,), {"number": number})
 
     def original(self, *args, **kwargs):
         return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    def traced(self, *args, **kwargs):
+        if torch.compiler.is_dynamo_compiling():
+            return original(self, *args, **kwargs)
+        # Called for real, so there was a graph break inside.
+        args, kwargs = _all_unmarked((args, kwargs))
+        return run(self, original, args, kwargs)
+
+    skip_code(traced)
 
     def forward(self, *args, **kwargs):
         # DTensors need a block, also when compiling, which is a graph break.
@@ -118,7 +151,14 @@ def traced_forward(decide, run, own=None):
             return run(self, original, args, kwargs)
         _refuse_containers("takes", (args, kwargs))
         args, kwargs = map_tensors(lambda x: x.as_subclass(cls), (args, kwargs))
-        output = original(self, *args, **kwargs)
+        before = _attended_by(number)
+        output = traced(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and _attended_by(number) == before:
+            raise ContextParallelError(
+                "no call of attention was found in a compiled module in ContextParallel, so that "
+                "it would be local; dynamo loses sight of inputs in operations such as torch.cat "
+                "of a tuple (it keeps them in those of a list). Do not compile the module"
+            )
         _refuse_containers("returns", output)
         return map_tensors(_unmarked, output)
 
@@ -132,9 +172,16 @@ def _unmarked(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.alias(tensor)
 
 
+@torch.compiler.disable
+def _all_unmarked(value):
+    return map_tensors(_unmarked, value)
+
+
 def _refuse_containers(verb: str, value) -> None:
     """Raise where tensors may be that :func:`map_tensors` does not see, whose attention would be
     local."""
+    if isinstance(value, torch.Tensor):
+        return  # dynamo of torch 2.11 cannot ask what else it is
     if isinstance(value, (tuple, list)):
         for x in value:
             _refuse_containers(verb, x)

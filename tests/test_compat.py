@@ -548,3 +548,22 @@ def test_without_subclass():
         x + 1
     with _compat.without_subclass():
         assert type(torch.ops.aten.alias(x)) is torch.Tensor
+
+
+def test_skip_code():
+    """Alone such a function is eager, inside of another it is a part of its graph."""
+    seen = []
+
+    def inner(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    def outer(x):
+        return inner(x)
+
+    _compat.skip_code(inner)
+    for function, expected in ((inner, False), (outer, True)):
+        torch._dynamo.reset()
+        seen.clear()
+        torch.compile(function, backend="eager")(torch.ones(2))
+        assert seen == [expected]

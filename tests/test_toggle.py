@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.nn.functional import scaled_dot_product_attention as imported_before_enable
 
@@ -192,3 +192,19 @@ def test_torch_func_transforms_of_dtensors_are_refused(mesh):
 
     with enabled(), pytest.raises(ContextParallelError, match="torch.func.*autograd.*disable"):
         torch.func.grad(loss)(query)
+
+
+def test_vmap_of_dtensors_is_refused_and_of_plain_tensors_torchs(mesh):
+    """Also of tensors that are stacked outside: vmap takes the function apart before all keys."""
+    plain = torch.randn(3, 2, 2, 8, 4)
+    query = distribute_tensor(plain, mesh, [Shard(3)])
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    want = torch.vmap(attend)(plain)
+    with enabled():
+        with pytest.raises(ContextParallelError, match="torch.func"):
+            torch.vmap(attend)(query)
+        assert torch.equal(torch.vmap(attend)(plain), want)
+    assert torch.equal(torch.vmap(attend)(plain), want)

@@ -225,6 +225,50 @@ def style_follows_its_surroundings(env: Env) -> None:
             assert not compiled(*cp_dispatch.shard(mesh, tensors, 2)).any()  # all dropped
 
 
+def _broken(x):
+    torch._dynamo.graph_break()
+    return x
+
+
+def style_where_dynamo_loses_it(env: Env) -> None:
+    """Operations that dynamo does not follow on marked tensors, and graph breaks, are never local
+    attention: they run in eager mode, or raise with fullgraph=True."""
+    mesh = env.mesh()
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, LENGTH, 24, generator=generator).to(env.device)
+
+    class Fused(nn.Module):
+        def __init__(self, way):
+            super().__init__()
+            self.way = way
+
+        def forward(self, x):
+            q, k, v = (
+                self.way(t).unflatten(-1, (2, 4)).transpose(1, 2) for t in x.split(8, dim=-1)
+            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    ways = {
+        "as it is": lambda x: x,
+        "norm": lambda x: x / x.norm(dim=-1, keepdim=True),
+        "cat of a tuple": lambda x: torch.cat(x.chunk(2, -1), -1),
+        "cat of a list": lambda x: torch.cat(list(x.chunk(2, -1)), -1),
+        "from a number": lambda x: 1 - x,
+        "graph break": _broken,
+    }
+    for name, way in ways.items():
+        want = cp_dispatch.shard(mesh, Fused(way)(whole), 2)
+        for fullgraph in (False, True):
+            torch._dynamo.reset()
+            module = parallelize_module(Fused(way), mesh, ContextParallel(seq_dim=1))
+            compiled = torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
+            refused = fullgraph and name in ("cat of a tuple", "from a number", "graph break")
+            raises = pytest.raises(torch._dynamo.exc.Unsupported)
+            with raises if refused else contextlib.nullcontext():
+                got = compiled(cp_dispatch.shard(mesh, whole, 1))
+                torch.testing.assert_close(got, want, msg=lambda text, name=name: name + text)
+
+
 # -- Tensor and sequence parallelism -----------------------------------------------------------
 
 
@@ -346,6 +390,7 @@ CASES = {
     ),
     "recomputed outside of the block": recomputed_outside,
     "style follows its surroundings": style_follows_its_surroundings,
+    "style where dynamo loses it": style_where_dynamo_loses_it,
     "sequence parallel": sequence_parallel,
     "sequence parallel, autocast": functools.partial(sequence_parallel, autocast=True),
     "pipeline": functools.partial(pipeline, style=False),
@@ -353,7 +398,7 @@ CASES = {
 }
 ON_2 = {
     "checkpoint full, eager", "checkpoint selective, aot_eager", "style follows its surroundings",
-    "recomputed outside of the block",
+    "recomputed outside of the block", "style where dynamo loses it",
 }  # fmt: skip
 
 
