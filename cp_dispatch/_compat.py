@@ -79,6 +79,7 @@ __all__ = [
     "skip_code",
     "symmetric_memory",
     "torch_context_parallel_is_on",
+    "varlen_ops",
     "without_subclass",
 ]
 
@@ -133,6 +134,15 @@ def sdp_priority_order() -> tuple[int, ...]:
 def composite_kernel(dispatch_key: str):
     """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
     return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def varlen_ops() -> list[str]:
+    """The ops behind ``torch.nn.attention.varlen`` that this torch has."""
+    try:
+        import torch.nn.attention.varlen  # noqa: F401  defines them
+    except ImportError:
+        return []
+    return [op for op in ("_varlen_attn", "_varlen_attn_out") if hasattr(torch.ops.torch_attn, op)]
 
 
 def profiler_is_on() -> bool:

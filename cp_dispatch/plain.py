@@ -81,9 +81,9 @@ def context_parallel(
     ``(L, S)`` do; ``(L, L)`` says nothing about the keys of other ranks, and raises.
 
     ``flex_attention`` goes over ranks too, uncompiled or by inductor, with its ``BlockMask`` among
-    the buffers, which has this rank's rows and lengths in the block. Other attention, such as
-    ``nn.MultiheadAttention(need_weights=True)``, or under ``torch.vmap``, is not seen and stays
-    local, as with torch.
+    the buffers, which has this rank's rows and lengths in the block. ``varlen_attn`` raises. Other
+    attention, such as ``nn.MultiheadAttention(need_weights=True)``, or under ``torch.vmap``, is not
+    seen and stays local, as with torch.
 
     Args:
         mesh: a mesh of one dim, such as ``mesh["cp"]``.

@@ -26,7 +26,14 @@ import warnings
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import causal_bias, compile_cache, fused_modules, graph_guards, hf_masks
+from cp_dispatch import (
+    causal_bias,
+    compile_cache,
+    fused_modules,
+    graph_guards,
+    hf_masks,
+    varlen_refusal,
+)
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,
@@ -211,12 +218,14 @@ def _sync() -> None:
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
+        varlen_refusal.install(plain_context)
         _installed.append(library)
     elif _installed and not in_use:
         _installed.pop()._destroy()
         forget_resolved_kernels(_SDPA)
         flex.remove()
         causal_bias.remove()
+        varlen_refusal.remove()
         graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
     compile_cache.tag(state if _installed else None)
