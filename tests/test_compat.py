@@ -4,6 +4,7 @@ A name added to ``_compat.__all__`` needs a ``test_<name>`` here, or an entry in
 """
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -567,3 +568,11 @@ def test_skip_code():
         seen.clear()
         torch.compile(function, backend="eager")(torch.ones(2))
         assert seen == [expected]
+
+
+def test_varlen_ops(monkeypatch):
+    assert _compat.varlen_ops()[0] == "_varlen_attn"
+    for op in _compat.varlen_ops():
+        assert torch.library.get_kernel(f"torch_attn::{op}", "CPU") is not None
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert _compat.varlen_ops() == [], "this torch has none"
