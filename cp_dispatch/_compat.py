@@ -47,6 +47,7 @@ __all__ = [
     "compiled_graphs",
     "compiles_for_inductor",
     "composite_kernel",
+    "count_traced",
     "cudnn_logsumexp_ndim",
     "disable_current_modes",
     "dispatch_modes_are_on",
@@ -98,6 +99,16 @@ def skip_code(function) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def count_traced(functions) -> int:
+    """How many calls of these functions are in the graphs that dynamo makes at the moment."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    graphs = [tracer.graph for tracer in output.tracers]
+    graphs += [x.graph for x in output.nn_modules.values() if isinstance(x, torch.fx.GraphModule)]
+    return sum(node.target in functions for graph in graphs for node in graph.nodes)
 
 
 # Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.

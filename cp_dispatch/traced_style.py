@@ -10,8 +10,9 @@ of the block that there would have been, and is gone once it has been traced: wh
 ring op. The graph is guarded by what decides about that block.
 
 Dynamo loses the mark in places, such as ``torch.cat`` of a tuple; a module in which no call of
-attention was seen therefore raises, which without ``fullgraph=True`` means that it runs in eager
-mode. So does a module with a graph break inside: marked tensors are no input of a graph.
+attention was seen, or one on tensors without a mark, therefore raises, which without
+``fullgraph=True`` means that it runs in eager mode. So does a module with a graph break inside:
+marked tensors are no input of a graph.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch import graph_guards
-from cp_dispatch._compat import skip_code, without_subclass
+from cp_dispatch._compat import count_traced, skip_code, without_subclass
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.ops import NAMESPACE
@@ -110,9 +111,9 @@ def _number_of(number: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _attended_by(number: int) -> int:
-    """How many calls of attention have been traced so far."""
-    return _attended[number]
+def _attention_so_far(number: int) -> tuple[int, int]:
+    """How many calls of attention have been traced so far: on marked tensors, and on others."""
+    return _attended[number], count_traced(_SDPA)
 
 
 def traced_forward(decide, run, own=None):
@@ -151,14 +152,16 @@ def traced_forward(decide, run, own=None):
             return run(self, original, args, kwargs)
         _refuse_containers("takes", (args, kwargs))
         args, kwargs = map_tensors(lambda x: x.as_subclass(cls), (args, kwargs))
-        before = _attended_by(number)
+        before, local_before = _attention_so_far(number)
         output = traced(self, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and _attended_by(number) == before:
-            raise ContextParallelError(
-                "no call of attention was found in a compiled module in ContextParallel, so that "
-                "it would be local; dynamo loses sight of inputs in operations such as torch.cat "
-                "of a tuple (it keeps them in those of a list). Do not compile the module"
-            )
+        if torch.compiler.is_dynamo_compiling():
+            attended, local = _attention_so_far(number)
+            if attended == before or local > local_before:
+                raise ContextParallelError(
+                    "attention in a compiled module in ContextParallel would be local, for dynamo "
+                    "lost sight of its inputs, as it does in torch.cat of a tuple (not in that of "
+                    "a list), or the module calls none. Do not compile the module"
+                )
         _refuse_containers("returns", output)
         return map_tensors(_unmarked, output)
 

@@ -576,3 +576,21 @@ def test_varlen_ops(monkeypatch):
         assert torch.library.get_kernel(f"torch_attn::{op}", "CPU") is not None
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     assert _compat.varlen_ops() == [], "this torch has none"
+
+
+def test_count_traced():
+    """Also in the graphs of higher-order ops."""
+    counts = []
+
+    @torch.compiler.assume_constant_result
+    def count():
+        counts.append(_compat.count_traced([torch.sin]))
+        return counts[-1]
+
+    def call(x):
+        x = torch.sin(x) + count()
+        x = torch.utils.checkpoint.checkpoint(lambda x: torch.sin(x).cos(), x, use_reentrant=False)
+        return x + count()
+
+    torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True))
+    assert counts == [1, 2]

@@ -238,15 +238,18 @@ def style_where_dynamo_loses_it(env: Env) -> None:
     whole = torch.randn(1, LENGTH, 24, generator=generator).to(env.device)
 
     class Fused(nn.Module):
-        def __init__(self, way):
+        def __init__(self, way, twice):
             super().__init__()
-            self.way = way
+            self.way, self.twice = way, twice
 
         def forward(self, x):
-            q, k, v = (
-                self.way(t).unflatten(-1, (2, 4)).transpose(1, 2) for t in x.split(8, dim=-1)
+            plain, other = (
+                [way(t).unflatten(-1, (2, 4)).transpose(1, 2) for t in x.split(8, dim=-1)]
+                for way in (lambda t: t, self.way)
             )
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            output = F.scaled_dot_product_attention(*other, is_causal=True)
+            # Beside one that dynamo follows, too.
+            return output + F.scaled_dot_product_attention(*plain) if self.twice else output
 
     ways = {
         "as it is": lambda x: x,
@@ -256,11 +259,13 @@ def style_where_dynamo_loses_it(env: Env) -> None:
         "from a number": lambda x: 1 - x,
         "graph break": _broken,
     }
-    for name, way in ways.items():
-        want = cp_dispatch.shard(mesh, Fused(way)(whole), 2)
+    cases = [(name, False) for name in ways] + [("as it is", True), ("cat of a tuple", True)]
+    for name, twice in cases:
+        way = ways[name]
+        want = cp_dispatch.shard(mesh, Fused(way, twice)(whole), 2)
         for fullgraph in (False, True):
             torch._dynamo.reset()
-            module = parallelize_module(Fused(way), mesh, ContextParallel(seq_dim=1))
+            module = parallelize_module(Fused(way, twice), mesh, ContextParallel(seq_dim=1))
             compiled = torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
             refused = fullgraph and name in ("cat of a tuple", "from a number", "graph break")
             raises = pytest.raises(torch._dynamo.exc.Unsupported)
