@@ -119,12 +119,14 @@ def run_op(
 
 
 def _guard_shards(plan: Plan, call: Call) -> None:
-    """In a trace, make lengths that the graph relies on part of its guards.
+    """In a trace, make lengths that the graph relies on part of its guards, and heads numbers.
 
     Those on a DTensor's global size do not hold where it is dynamic, those on its shard do.
     """
     for tensor in call.tensors.values():
         shard = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        for dim in (1, 3):  # numbers, or torch 2.11 runs a second op to read strides of its output
+            int(shard.shape[dim]), int(tensor.shape[dim])
         if plan.layout is not None:
             int(shard.shape[2])
         elif plan.schedule in (
@@ -134,8 +136,10 @@ def _guard_shards(plan: Plan, call: Call) -> None:
             "one_call",
             "hybrid",
         ):
-            # As many rows on every rank, and halves.
-            bool(shard.shape[2] * plan.world_size == tensor.shape[2])
+            # As many rows on every rank, and halves. An equation would put one size for the other,
+            # and where the length of a shard is the head dim, torch loses sight of sizes by that.
+            bool(shard.shape[2] * plan.world_size <= tensor.shape[2])
+            bool(shard.shape[2] * plan.world_size >= tensor.shape[2])
             bool(shard.shape[2] % 2 == 0)
 
 

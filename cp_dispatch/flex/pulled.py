@@ -23,6 +23,8 @@ from cp_dispatch.schedules.comm import Ring
 #: moves them, and kernels put them in place. So does the sum of a run.
 MOST_RUNS = 64
 _MOST_SUMS = 32
+# Views of rooms keep the exchange of a mask that may be gone, and its indices on the GPU.
+_MOST_VIEWS = 8
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
@@ -96,7 +98,7 @@ class _Pulled:
         place = exchange, room.shape, room.dims, room.dtype, groups
         found = self._box.views.get(place)
         if found is None:
-            self._box.forget_many()
+            self._box.forget_many(_MOST_VIEWS)
             found = self._box.views[place] = [self._views(group) for group in range(groups)]
         #: For each group: this rank's rows, and those of others that it reads.
         self._own, self._there = zip(*found, strict=True)

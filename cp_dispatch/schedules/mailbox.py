@@ -103,9 +103,9 @@ class Mailbox:
         room, ``offset`` bytes from its start and ``stride`` between batch rows."""
         return [source, first, rows, self._memory[rank].data_ptr() + _HEADER + offset, stride]
 
-    def forget_many(self) -> None:
+    def forget_many(self, most: int = 64) -> None:
         """Keep ``views`` small where shapes change all the time."""
-        if len(self.views) >= 64:
+        if len(self.views) >= most:
             self.views.clear()
 
     def open(self, peers: Sequence[int] | None = None) -> None:

@@ -74,7 +74,7 @@ class Box:
         assert offset + numel * dtype.itemsize <= len(self._memory[rank])
         return self._memory[rank][offset : offset + numel * dtype.itemsize].view(dtype)
 
-    def forget_many(self) -> None:
+    def forget_many(self, most: int = 64) -> None:
         self.views.clear()
 
     def open(self, peers=None) -> None:

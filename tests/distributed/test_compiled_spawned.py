@@ -137,6 +137,33 @@ def lengths_whose_shards_are_alike(env: Env, schedule="auto", causal=True) -> No
                     torch.testing.assert_close(got.to_local(), want.to_local())
 
 
+def every_size_dynamic(env: Env) -> None:
+    """One op each way, and no second one on tensors of the whole size, of which torch 2.11 would
+    read strides; also where a shard is as long as the head dim, which dynamo takes for one size."""
+    mesh = env.mesh()
+
+    def function(x):
+        return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True)
+
+    for schedule, layout in (("gather", False), ("gather", True), ("mirrored_ring", False),
+                             ("ring", True), ("ulysses", False)):  # fmt: skip
+        torch._dynamo.reset()
+        graphs = Graphs()
+        compiled = torch.compile(function, fullgraph=True, backend=graphs, dynamic=True)
+        for length in (16 * env.world_size, 32 * env.world_size):
+            whole = torch.randn(2, 2, length, 16, generator=torch.Generator().manual_seed(length))
+            balancer = cp_dispatch.HeadTail(length, env.world_size) if layout else None
+            results = []
+            for f in (function, compiled):
+                x = distribute(whole, mesh, ROWS).requires_grad_()
+                with cp_dispatch.enabled(schedule=schedule, layout=balancer):
+                    y = f(x)
+                    results.append((y, *torch.autograd.grad(y, x, y.detach())))
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(a.to_local(), b.to_local())
+        assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
+
+
 def train(model, mesh, compiled=None, steps=3, lr=0.1) -> list[float]:
     """Losses of a few steps; the forward with its loss compiled, or nothing."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -383,6 +410,7 @@ CASES = {
     },
     "dynamic length, marked": functools.partial(dynamic_length, marked=True),
     "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
+    "every size dynamic": every_size_dynamic,
     "lengths whose shards are alike": lengths_whose_shards_are_alike,
     "lengths whose shards are alike, gather": functools.partial(
         lengths_whose_shards_are_alike, schedule="gather", causal=False
