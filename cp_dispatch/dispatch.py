@@ -119,7 +119,8 @@ def run_op(
 
 
 def _guard_shards(plan: Plan, call: Call) -> None:
-    """In a trace, make lengths that the graph relies on part of its guards, and heads numbers.
+    """In a trace, make lengths that the graph relies on part of its guards, heads and head dims
+    constants.
 
     Those on a DTensor's global size do not hold where it is dynamic, those on its shard do.
     """

@@ -130,6 +130,7 @@ def plain_shards(context: PlainContext):
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         hf_masks.install(plain_context)
+        varlen_refusal.install(plain_context)
         _sync()
     try:
         yield
@@ -218,14 +219,12 @@ def _sync() -> None:
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
-        varlen_refusal.install(plain_context)
         _installed.append(library)
     elif _installed and not in_use:
         _installed.pop()._destroy()
         forget_resolved_kernels(_SDPA)
         flex.remove()
         causal_bias.remove()
-        varlen_refusal.remove()
         graph_guards.override_goes()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
     compile_cache.tag(state if _installed else None)

@@ -1,7 +1,6 @@
 """``varlen_attn`` of this rank's shards inside ``context_parallel`` is refused.
 
 It would attend to the shards alone and take cumulative lengths of the whole sequence for theirs.
-
 DTensors are torch's own error, which has no rule for them.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch._compat import varlen_ops
+from cp_dispatch._compat import forget_resolved_kernels, is_fake, varlen_ops
 from cp_dispatch.errors import ContextParallelError
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
@@ -18,8 +17,12 @@ _installed: list[torch.library.Library] = []
 
 
 def install(plain_context) -> None:
-    """Stand before torch's kernels; ``plain_context()`` says whether plain tensors are shards."""
-    ops = varlen_ops()
+    """Stand before torch's kernels, from the first block on and for good: putting kernels there and
+    taking them away takes a millisecond, at every block. Outside of blocks calls go on to torch's.
+
+    ``plain_context()`` says whether plain tensors are shards.
+    """
+    ops = [] if _installed else varlen_ops()
     if not ops:
         return
     # All fetched first: a kernel at one key changes what torch computes for the others.
@@ -30,17 +33,15 @@ def install(plain_context) -> None:
     _installed.append(library)
     for (op, key), kernel in kernels.items():
         library.impl(op, _before(kernel, plain_context), key, with_keyset=True, allow_override=True)
-
-
-def remove() -> None:
-    """Take ours away."""
-    while _installed:
-        _installed.pop()._destroy()
+    for op in ops:
+        forget_resolved_kernels(getattr(torch.ops.torch_attn, op).default)
 
 
 def _before(kernel, plain_context):
     def varlen_attn(keyset, *args, **kwargs):
-        if plain_context() is not None and not any(isinstance(x, DTensor) for x in args):
+        # A trace goes on to torch's, and its graph raises where it runs.
+        ours = not any(isinstance(x, DTensor) or is_fake(x) for x in args)
+        if ours and plain_context() is not None:
             raise ContextParallelError(
                 "varlen_attn of plain tensors inside context_parallel, or in a module with the "
                 "style ContextParallel, would attend to this rank's shard alone. Supported there: "

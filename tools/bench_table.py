@@ -121,13 +121,16 @@ def flex_table(record: dict) -> str:
         )
     one = rows[0]
     heads, key_heads = one["heads"]
+    sizes = {"documents": "documents of {document_mean:,} tokens on average, ",
+             "window": "a window of {window:,}, "}  # fmt: skip
+    shown = {row["mask"] for row in rows}
+    masks = "".join(text.format(**one) for mask, text in sizes.items() if mask in shown)
     lines += [
         "",
         f"FlexAttention, {one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x "
         f"{record['card']}, {one['dtype']}, {heads} query and {key_heads} key/value heads of "
-        f"{one['head_dim']}, documents of 4,096 tokens on average, a window of 1,024, "
-        f"{one['steps']} steps per timed round; sent: by the rank that sends most, forward. "
-        f"torch {record['torch']}, {record['date']}.",
+        f"{one['head_dim']}, {masks}{one['steps']} steps per timed round; sent: by the "
+        f"rank that sends most, forward. torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
 

@@ -217,6 +217,8 @@ def run_point(problem: Problem, args, cuda: bool):
         "head_dim": args.head_dim,
         "batch": args.batch,
         "dtype": args.dtype,
+        "document_mean": args.document_mean,
+        "window": args.window,
         "steps": args.steps,
     }
     for name, (implementation, kinds) in IMPLEMENTATIONS.items():

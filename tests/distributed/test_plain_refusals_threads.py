@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -265,6 +267,30 @@ def test_varlen_attn_of_shards_is_refused(mode):
     with cp_dispatch.enabled():
         outside()
     outside()
+
+
+def test_varlen_attn_outside_of_blocks_is_torchs():
+    """Traced as before, with gradients, before the first block and after it."""
+    lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def traced(requires_grad):
+        with FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():
+            query = torch.empty(8, 2, 16, dtype=torch.bfloat16, requires_grad=requires_grad)
+            out = varlen_attn(query, query, query, lengths, lengths, 5, 5)
+            if not requires_grad:
+                return tuple(out.shape), out.requires_grad
+            (grad,) = torch.autograd.grad(out, query, torch.empty_like(out))
+            return tuple(out.shape), out.requires_grad, tuple(grad.shape)
+
+    def body(mesh):
+        with context_parallel(mesh, balancer=None):
+            pass
+
+    want = [traced(False), traced(True)]
+    assert want == [((8, 2, 16), False), ((8, 2, 16), True, (8, 2, 16))]
+    for _ in range(2):
+        on_mesh(1, body)
+        assert [traced(False), traced(True)] == want
 
 
 def test_style_refusals():
