@@ -88,3 +88,27 @@ def test_predicted_table():
     assert many.split("|")[5].strip() == "does not fit" and many.count("%") == 3
     predict.MEMORY = 0
     assert not predict.row(constants(), 1024, 8, args)
+
+
+def test_planner_check():
+    """What auto took against the best, and predictions against times."""
+    check = load("planner_check")
+    rows = [
+        row("cp_dispatch auto", schedule="ring", seconds=1.2, predicted=1.0),
+        row("cp_dispatch ring", schedule="ring", seconds=1.0, predicted=1.0),
+        row("cp_dispatch gather", schedule="gather", seconds=1.0, predicted=1.5),
+        row("cp_dispatch auto, head-tail", schedule="gather", seconds=1.0, predicted=1.1),
+        row("cp_dispatch ring, head-tail", schedule="ring", seconds=2.0, predicted=1.7),
+        row("cp_dispatch ulysses", schedule="ulysses", error="out of memory"),
+        row("stock DTensor", seconds=0.5),
+        row("cp_dispatch auto", schedule="ring", seconds=1.0, mode="fwd+bwd"),
+    ]
+    natural, permuted = check.points(rows)
+    assert natural.seconds == {"ring": 1.1, "gather": 1.0} and natural.chosen == "ring"
+    assert natural.best == "gather" and natural.loss == pytest.approx(1.1)
+    assert permuted.loss == 1 and permuted.errors == pytest.approx({"gather": 0.1, "ring": -0.15})
+    assert "took ring: gather 1000.00 (+50%)" in check.show(natural)
+    assert "10% slower" in check.show(natural) and "slower" not in check.show(permuted)
+    words = check.summary([natural, permuted])
+    assert "in 1 of 2 points (50%)" in words and "2 of 2 chosen (100%), 3 of 4 of all" in words
+    assert "without predictions" in check.summary(check.points([x | {"predicted": 0} for x in rows]))

@@ -13,6 +13,7 @@ from cp_dispatch.__main__ import main
 from cp_dispatch.costs import Constants, Curve, Links, constants_of, kind_of, predict
 from cp_dispatch.costs.constants import KERNELS
 from cp_dispatch.planner import alternatives, choose
+from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.settle import settle
 from tests.ranks import fake_ranks
 from tests.test_plan import gqa
@@ -32,10 +33,10 @@ def constants(rate=RATE, bandwidth=250e9, memory=2e12, slowdown=1.0, floors=None
         moves["push"] = line(bandwidth)
     curves = {name: line(rate) for name in KERNELS}
     about = {"ranks": 4, "torch": "2", "date": "today"}
+    kernels = {"flash": {dim: {32: curves} for dim in (64, 128)}}
     return Constants(
-        "A GPU", about, {"flash": {64: curves, 128: curves}}, moves, line(memory), line(memory),
-        floors or {}, slowdown,
-    )  # fmt: skip
+        "A GPU", about, kernels, moves, line(memory), line(memory), {"flash": floors or {}}, slowdown
+    )
 
 
 FREE = 1e30  # a speed at which nothing takes any time
@@ -77,13 +78,39 @@ def test_calibrate_wants_several_ranks(monkeypatch, capsys):
 
 def test_floors_grow_with_ranks():
     known = constants(floors={"ring": {"forward": ((2, 1e-3), (4, 2e-3))}})
-    assert [known.floor("ring", "forward", n) for n in (2, 4, 8)] == pytest.approx(
+    assert [known.floor("flash", "ring", "forward", n) for n in (2, 4, 8)] == pytest.approx(
         [1e-3, 2e-3, 4e-3]
     )
-    assert known.floor("gather", "forward", 4) == 0
+    assert known.floor("flash", "gather", "forward", 4) == 0
+    assert known.floor("cudnn", "ring", "forward", 4) == 0
     short = ring(tokens=8)
     assert predict(short, known).forward == pytest.approx(2e-3)
     assert predict(ring(tokens=32768), known).forward > 2e-3
+
+
+def test_every_stage_of_heads_is_a_call_for_the_host():
+    known = constants(floors={"ulysses": {"forward": ((4, 1e-3),), "backward": ((4, 2e-3),)}})
+    fast = dataclasses.replace(known, kernels=constants(rate=FREE).kernels)
+    many = settle(ring(tokens=65536, heads=(32, 32)), "ulysses", "cuda")
+    stages = len(SCHEDULES["ulysses"].messages(many, 0).stages)
+    assert stages > 1
+    assert predict(settle(ring(tokens=8), "ulysses", "cuda"), fast).forward == pytest.approx(1e-3)
+    free = dataclasses.replace(fast, moves=constants(bandwidth=FREE).moves, copy=line(FREE))
+    assert predict(many, free) == pytest.approx((stages * 1e-3, stages * 2e-3))
+
+
+def test_few_heads_take_longer():
+    """Linear in 1 / heads between those that were measured, which is where blocks run short."""
+    slow = {name: line(RATE / 2) for name in KERNELS}
+    known = constants()
+    known.kernels["flash"][128][4] = slow
+    seconds = [known.kernel("flash", 128, "forward", n, RATE) for n in (64, 32, 8, 4, 1)]
+    assert seconds == pytest.approx([1, 1, 1 + 3 / 7, 2, 2])
+    assert known.kernel("flash", 64, "forward", 4, RATE) == pytest.approx(1)
+    plan = settle(ring(causal=False, layout=None), "ulysses", "cuda")
+    assert predict(plan, known).forward > predict(plan, constants()).forward
+    gathered = settle(ring(causal=False), "gather", "cuda")
+    assert predict(gathered, known) == predict(gathered, constants())
 
 
 @pytest.mark.parametrize("plan", [

@@ -159,6 +159,8 @@ IMPLEMENTATIONS = {
     "cp_dispatch ring, head-tail": lambda p: ours(p, "ring", cp_dispatch.HeadTail),
     "cp_dispatch gather": lambda p: ours(p, "gather"),
     "cp_dispatch gather, head-tail": lambda p: ours(p, "gather", cp_dispatch.HeadTail),
+    "cp_dispatch one call": lambda p: ours(p, "one_call"),
+    "cp_dispatch one call, head-tail": lambda p: ours(p, "one_call", cp_dispatch.HeadTail),
     "cp_dispatch ulysses": lambda p: ours(p, "ulysses"),
     "cp_dispatch ulysses, head-tail": lambda p: ours(p, "ulysses", cp_dispatch.HeadTail),
     "cp_dispatch hybrid": lambda p: ours(p, "hybrid"),
@@ -292,11 +294,16 @@ def kernel_time(problem: Problem, backend: str, args) -> dict:
     return {"fwd": measure(forward, args, True), "fwd+bwd": measure(both, args, True)}
 
 
-def planned(problem: Problem, inputs) -> dict:
-    """What the plan says about a call of ours."""
+def planned(problem: Problem, inputs, mode: str) -> dict:
+    """What the plan says about a call of ours: its schedule, and the seconds that the constants of
+    this kind of GPU predict, where there are some."""
     gqa = inputs[0].shape[1] != inputs[1].shape[1]
     plan = cp_dispatch.explain(*inputs, is_causal=problem.args.causal, enable_gqa=gqa)
-    return {"schedule": plan.op_schedule}
+    found = {"schedule": plan.op_schedule}
+    for name, forward, backward in plan.predictions or ():
+        if name == plan.op_schedule:
+            found["predicted"] = forward if mode == "fwd" else forward + backward
+    return found
 
 
 def profile_step(step) -> dict[str, float]:
@@ -346,7 +353,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
             try:
                 with sdpa_kernel(KERNELS[backend]), implementation(problem) as parts:
                     if name.startswith("cp_dispatch"):
-                        row |= planned(problem, parts[0])
+                        row |= planned(problem, parts[0], mode)
                     step = steps(problem, *parts)[mode]
                     row |= measure(step, args, cuda)
                     if args.profile and cuda and name.startswith("cp_dispatch"):
@@ -417,8 +424,8 @@ def show(row: dict) -> str:
 
 COLUMNS = (
     "implementation", "mode", "backend", "tokens_per_rank", "ranks", "heads", "head_dim", "batch",
-    "causal", "dtype", "steps", "cuda_graph", "schedule", "seconds", "host_seconds", "extra_mib",
-    "kept", "tflops_per_rank", "error", "card", "torch", "cuda", "date",
+    "causal", "dtype", "steps", "cuda_graph", "schedule", "seconds", "predicted", "host_seconds",
+    "extra_mib", "kept", "tflops_per_rank", "error", "card", "torch", "cuda", "date",
 )  # fmt: skip
 
 

@@ -6,7 +6,8 @@
 the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward,
 "groups" the groups of heads whose keys travel beside kernels; ``--groups`` sets their number, and
 ``CP_DISPATCH_COPY_ENGINES=0`` leaves them to NCCL.
-Times are those of ``tools/bench.py``. The JSON goes to ``tools/results/`` unless ``--out`` says
+Times are those of ``tools/bench.py``; ``--cuda-graph`` replays steps without the host, which has read
+the mask before. The JSON goes to ``tools/results/`` unless ``--out`` says
 otherwise.
 """
 
@@ -47,11 +48,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="back to back in a timed round")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--cuda-graph", action="store_true", help="time replays of captured steps")
     parser.add_argument(
         "--only", action="append", help="an implementation, or those whose names hold this"
     )
     parser.add_argument("--out", type=pathlib.Path)
-    parser.set_defaults(cuda_graph=False)  # the ops around the kernels wait for the host
     return parser.parse_args()
 
 
@@ -220,6 +221,7 @@ def run_point(problem: Problem, args, cuda: bool):
         "document_mean": args.document_mean,
         "window": args.window,
         "steps": args.steps,
+        "cuda_graph": args.cuda_graph,
     }
     for name, (implementation, kinds) in IMPLEMENTATIONS.items():
         asked = not args.only or any(

@@ -50,9 +50,12 @@ def plan_of(tokens: int, ranks: int, backend: str, heads: int, key_heads: int, d
 def row(constants: Constants, tokens: int, ranks: int, args) -> dict[str, float]:
     """Share kept by a forward and backward under each schedule that fits."""
     plan = plan_of(tokens, ranks, args.backend, *args.heads, args.head_dim)
-    curves = constants.kernels[args.backend][args.head_dim]
     flops = 2 * args.heads[0] * plan.query_length**2 * args.head_dim
-    alone = curves["forward causal"](flops) + curves["backward causal"](2.5 * flops)
+    call = args.backend, args.head_dim
+    alone = sum(
+        constants.kernel(*call, f"{way} causal", args.heads[0], flops * times)
+        for way, times in (("forward", 1), ("backward", 2.5))
+    )
     kept: dict[str, float] = {}
     for candidate, prediction in alternatives(plan, "cuda", False, constants, LINKS):
         name, seconds = candidate.schedule, sum(prediction)

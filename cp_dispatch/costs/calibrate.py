@@ -32,6 +32,8 @@ from cp_dispatch.schedules.comm import Ring
 LENGTHS = {False: (256, 512, 1024, 2048, 4096, 8192, 16384, 32768), True: (64, 128)}
 SIZES = {False: tuple(2**n for n in range(14, 30, 2)), True: (2**12, 2**14)}
 DIMS = {False: (64, 128), True: (16,)}
+#: Query heads of a call: of many, and of so few that a long causal one leaves a GPU's end idle.
+MANY_AND_FEW = (HEADS, 4)
 
 
 def measure(device: torch.device, quick: bool = False, say=lambda words: None) -> Constants:
@@ -43,7 +45,11 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
     for backend in backends:
         say(f"kernels of {backend.name}")
         found[backend.name] = {
-            dim: dict(_kernels(backend, dim, LENGTHS[quick], clock)) for dim in DIMS[quick]
+            dim: {
+                heads: dict(_kernels(backend, dim, heads, LENGTHS[quick], clock))
+                for heads in MANY_AND_FEW
+            }
+            for dim in DIMS[quick]
         }
     say("moves")
     moves = dict(_moves(ring, SIZES[quick], clock))
@@ -58,18 +64,22 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
         moves=moves,
         copy=Curve(_copies(SIZES[quick], clock)),
         merge=Curve(_merges(SIZES[quick], clock)),
-        floors=measure_floors(ring.world_size, backends[0], max(DIMS[quick]), clock),
+        floors=measure_floors(
+            ring.world_size, backends, max(DIMS[quick]), Clock(device, 2 if quick else 15)
+        ),
         slowdown=_slowdown(ring, backends[0], clock),
     )  # fmt: skip
 
 
-def _kernels(backend, dim: int, lengths, clock: Clock) -> Iterable[tuple[str, Curve]]:
+def _kernels(
+    backend, dim: int, heads: int, lengths, clock: Clock
+) -> Iterable[tuple[str, Curve]]:
     for name in KERNELS:
         points, causal = [], name.endswith("causal")
         for length in lengths:
-            query, key, value, grad = inputs(clock.device, length, dim)
+            query, key, value, grad = inputs(clock.device, length, dim, heads)
             call = query, key, value
-            flops = 4 * HEADS * length**2 * dim * (0.5 if causal else 1)
+            flops = 4 * heads * length**2 * dim * (0.5 if causal else 1)
             if name.startswith("forward"):
 
                 def step(call=call, causal=causal):
@@ -82,7 +92,8 @@ def _kernels(backend, dim: int, lengths, clock: Clock) -> Iterable[tuple[str, Cu
                 def step(call=(grad, *call, out, lse), causal=causal):
                     return backend.backward(*call, None, causal, dim**-0.5)
 
-            points.append((flops, clock(step, 4)))
+            # Short ones are hidden behind the host unless there are several.
+            points.append((flops, clock(step, 4 if length < 8192 else 1)))
         yield name, Curve(points)
 
 

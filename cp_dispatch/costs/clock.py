@@ -48,7 +48,10 @@ def tensor(device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=DTYPE)
 
 
-def inputs(device, length: int, dim: int) -> list[torch.Tensor]:
-    """query, key, value, grad_output, token-major."""
-    heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
-    return [tensor(device, 1, length, h, dim).transpose(1, 2) for h in heads]
+def inputs(device, length: int, dim: int, heads: int = HEADS) -> list[torch.Tensor]:
+    """query, key, value, grad_output, token-major; as many query heads for a key head as ever."""
+    key_heads = heads * KEY_HEADS // HEADS
+    return [
+        tensor(device, 1, length, h, dim).transpose(1, 2)
+        for h in (heads, key_heads, key_heads, heads)
+    ]

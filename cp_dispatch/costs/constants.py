@@ -58,28 +58,40 @@ class Constants:
     Attributes:
         device: ``torch.cuda.get_device_name()``.
         about: torch, CUDA, date and ranks of the run.
-        kernels: backend -> head dim -> name in ``KERNELS`` -> seconds over FLOPs (2 per
-            multiply-add, half of them for causal; 2.5 times the forward's for a backward).
+        kernels: backend -> head dim -> query heads of a call -> name in ``KERNELS`` -> seconds over
+            FLOPs (2 per multiply-add, half of them for causal; 2.5 times the forward's for a
+            backward). Few heads have fewer blocks of rows to fill a GPU with.
         moves: name in ``MOVES`` -> seconds over bytes that reach a rank; "push" may be missing.
         copy: seconds over bytes copied by a kernel.
         merge: seconds over bytes of a 16-bit output merged with another.
-        floors: schedule -> direction -> ``((ranks, seconds), ...)`` of a call with next to no
-            work: the host's time and all latencies.
+        floors: backend -> schedule -> direction -> ``((ranks, seconds), ...)`` of a call with next
+            to no work: the host's time and all latencies.
         slowdown: of a kernel beside a collective of NCCL.
     """
 
     device: str
     about: dict
-    kernels: dict[str, dict[int, dict[str, Curve]]]
+    kernels: dict[str, dict[int, dict[int, dict[str, Curve]]]]
     moves: dict[str, Curve]
     copy: Curve
     merge: Curve
-    floors: dict[str, dict[str, tuple[tuple[int, float], ...]]]
+    floors: dict[str, dict[str, dict[str, tuple[tuple[int, float], ...]]]]
     slowdown: float
 
-    def floor(self, schedule: str, direction: str, ranks: int) -> float:
+    def kernel(self, backend: str, dim: int, name: str, heads: float, flops: float) -> float:
+        """Seconds of one call, between the numbers of heads that were measured linear in the blocks
+        of a head that there are for each of the GPU's processors."""
+        by_heads = self.kernels[backend][dim]
+        few, many = min(by_heads), max(by_heads)
+        seconds = by_heads[many][name](flops)
+        if few == many or heads >= many:
+            return seconds
+        weight = (1 / max(few, heads) - 1 / many) / (1 / few - 1 / many)
+        return seconds + weight * max(0.0, by_heads[few][name](flops) - seconds)
+
+    def floor(self, backend: str, schedule: str, direction: str, ranks: int) -> float:
         """The line through the two points with most ranks, or the one there is."""
-        points = sorted(self.floors.get(schedule, {}).get(direction, ()))
+        points = sorted(self.floors.get(backend, {}).get(schedule, {}).get(direction, ()))
         if not points:
             return 0.0
         (r1, s1), (r0, s0) = points[-1], points[-2] if len(points) > 1 else points[-1]
@@ -109,8 +121,11 @@ class Constants:
                 about=fields["about"],
                 kernels={
                     backend: {
-                        int(dim): {way: Curve(ways[way]) for way in KERNELS}
-                        for dim, ways in dims.items()
+                        int(dim): {
+                            int(heads): {way: Curve(ways[way]) for way in KERNELS}
+                            for heads, ways in by_heads.items()
+                        }
+                        for dim, by_heads in dims.items()
                     }
                     for backend, dims in fields["kernels"].items()
                 },
@@ -118,11 +133,14 @@ class Constants:
                 copy=Curve(fields["copy"]),
                 merge=Curve(fields["merge"]),
                 floors={
-                    schedule: {
-                        way: tuple((int(r), float(s)) for r, s in points)
-                        for way, points in ways.items()
+                    backend: {
+                        schedule: {
+                            way: tuple((int(r), float(s)) for r, s in points)
+                            for way, points in ways.items()
+                        }
+                        for schedule, ways in schedules.items()
                     }
-                    for schedule, ways in fields["floors"].items()
+                    for backend, schedules in fields["floors"].items()
                 },
                 slowdown=float(fields["slowdown"]),
             )

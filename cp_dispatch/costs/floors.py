@@ -16,17 +16,20 @@ from cp_dispatch.layouts import HeadTail
 TOKENS = 64  # a rank's
 
 
-def measure_floors(ranks: int, backend, dim: int, clock: Clock) -> dict:
+def measure_floors(ranks: int, backends, dim: int, clock: Clock) -> dict:
     """Calls with next to no work, on all ranks and, side by side, on both halves of them."""
     from cp_dispatch import enabled, explain
 
-    floors: dict[str, dict[str, list]] = {}
+    found: dict[str, dict[str, dict[str, list]]] = {backend.name: {} for backend in backends}
     meshes = {}  # each costs communicators
     halves = [ranks // 2] if ranks % 2 == 0 and ranks > 2 else []
-    for size, wish, layout in itertools.product(
-        [*halves, ranks], ("natural_ring", "mirrored_ring", "gather", "ulysses", "hybrid"),
+    for backend, size, wish, layout in itertools.product(
+        backends,
+        [*halves, ranks],
+        ("natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hybrid"),
         (False, True),
-    ):  # fmt: skip
+    ):
+        floors = found[backend.name]
         if size not in meshes:
             shape = ranks // size, size
             meshes[size] = init_device_mesh(clock.device.type, shape, mesh_dim_names=("a", "b"))
@@ -54,4 +57,4 @@ def measure_floors(ranks: int, backend, dim: int, clock: Clock) -> dict:
         ways = floors.setdefault(name, {"forward": [], "backward": []})
         ways["forward"].append([size, float(f"{there:.4g}")])
         ways["backward"].append([size, float(f"{back:.4g}")])
-    return floors
+    return found

@@ -48,11 +48,17 @@ def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Pre
         return None
     found = []
     for direction in ("forward", "backward"):
-        model = _Model(plan, constants, links, kernels[fitting[0]], direction)
+        model = _Model(plan, constants, links, fitting[0], direction)
         seconds = max(_PHASES[plan.schedule](model, rank) for rank in _looked_at(plan.world_size))
-        floor = constants.floor(plan.schedule, direction, plan.world_size)
-        found.append(max(seconds, floor))
+        floor = constants.floor(plan.backend, plan.schedule, direction, plan.world_size)
+        found.append(max(seconds, floor * _stages(plan)))
     return Prediction(*found)
+
+
+def _stages(plan: Plan) -> int:
+    """Each is as much for the host as a call of one."""
+    schedule = SCHEDULES[plan.op_schedule]
+    return len(schedule.messages(plan, 0).stages) if hasattr(schedule, "messages") else 1
 
 
 def _looked_at(ranks: int) -> list[int]:
@@ -65,12 +71,13 @@ def _looked_at(ranks: int) -> list[int]:
 class _Model:
     """One direction of one plan."""
 
-    def __init__(self, plan: Plan, constants: Constants, links, curves: dict, direction: str):
+    def __init__(self, plan: Plan, constants: Constants, links, dim: int, direction: str):
         self.plan, self.constants, self.links = plan, constants, links
-        self.curves, self.direction = curves, direction
+        self.dim, self.direction = dim, direction
         self.backward = direction == "backward"
         (batch, heads, _, dim), (_, key_heads, _, _), (_, _, _, value_dim) = plan.shards
         size = plan.dtype.itemsize
+        self._heads = batch * heads
         #: Bytes of a position: query, output, key and value, and dK and dV as they travel.
         self.query_row = batch * heads * dim * size
         self.output_row = batch * heads * value_dim * size
@@ -85,10 +92,10 @@ class _Model:
 
     def kernel(self, rows: int, keys: int, causal: bool, share: float = 1.0) -> float:
         """Of one call, with a share of the heads."""
-        flops = self._pairs * rows * keys * share
-        if causal:
-            return self.curves[f"{self.direction} causal"](flops / 2)
-        return self.curves[self.direction](flops)
+        flops = self._pairs * rows * keys * share * (0.5 if causal else 1)
+        name = f"{self.direction} causal" if causal else self.direction
+        heads = self._heads * share
+        return self.constants.kernel(self.plan.backend, self.dim, name, heads, flops)
 
     def merges(self, tiles, first: bool) -> float:
         """Of what tiles give with what there is already: outputs, or dQ."""
@@ -261,7 +268,7 @@ def _of_stage(model: _Model, messages, stage, rank: int) -> tuple[float, float]:
         if links is not None:
             shared = SCHEDULES[model.plan.op_schedule].ranks
             links = Links(max(1, links.node // shared), links.bandwidth, links.latency)
-        inner = [_Model(x, model.constants, links, model.curves, model.direction) for x in across]
+        inner = [_Model(x, model.constants, links, model.dim, model.direction) for x in across]
         moves = [(m, t) for m in inner for t in m.plan.transfers(messages.group)[model.backward]]
         return (
             sum(_PHASES[m.plan.schedule](m, messages.group) for m in inner),

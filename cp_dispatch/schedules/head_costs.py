@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Every stage costs the host close to a millisecond (2 H200s), as long as it takes to attend with
 # about so many bytes; and with more stages the kernels become small, while only the first and the
 # last message are left to hide.
-_STAGE_BYTES = 48 * 2**20
+_STAGE_BYTES = 160 * 2**20
 _MOST_STAGES = 4
 
 

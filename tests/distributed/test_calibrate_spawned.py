@@ -25,14 +25,15 @@ def quick(env: Env) -> None:
     moves = set(constants.moves)
     assert moves == set(MOVES) or moves == set(MOVES) - {"push"}
     assert constants.about["ranks"] == env.world_size and constants.slowdown >= 1
-    assert {"ring", "mirrored_ring", "gather", "mirrored_gather", "ulysses"} <= set(
-        constants.floors
-    )
-    for ways in constants.floors.values():
-        assert set(ways) == {"forward", "backward"} and all(ways.values())
+    assert set(constants.floors) == set(constants.kernels)
+    for floors in constants.floors.values():
+        assert {"ring", "mirrored_ring", "gather", "mirrored_gather", "ulysses"} <= set(floors)
+        for ways in floors.values():
+            assert set(ways) == {"forward", "backward"} and all(ways.values())
     for backend, dims in constants.kernels.items():
         (dim,) = dims
-        assert set(dims[dim]) == set(KERNELS)
+        assert set(dims[dim]) == set(calibrate.MANY_AND_FEW)
+        assert all(set(ways) == set(KERNELS) for ways in dims[dim].values())
         shards = tuple((1, heads, 64, dim) for heads in (32, 8, 8))
         for layout in (None, HeadTail(64 * env.world_size, env.world_size)):
             base = ring(tokens=64, ranks=env.world_size, backend=backend, shards=shards)
