@@ -111,4 +111,6 @@ def test_planner_check():
     assert "10% slower" in check.show(natural) and "slower" not in check.show(permuted)
     words = check.summary([natural, permuted])
     assert "in 1 of 2 points (50%)" in words and "2 of 2 chosen (100%), 3 of 4 of all" in words
-    assert "without predictions" in check.summary(check.points([x | {"predicted": 0} for x in rows]))
+    assert "without predictions" in check.summary(
+        check.points([x | {"predicted": 0} for x in rows])
+    )

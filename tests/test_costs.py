@@ -35,7 +35,14 @@ def constants(rate=RATE, bandwidth=250e9, memory=2e12, slowdown=1.0, floors=None
     about = {"ranks": 4, "torch": "2", "date": "today"}
     kernels = {"flash": {dim: {32: curves} for dim in (64, 128)}}
     return Constants(
-        "A GPU", about, kernels, moves, line(memory), line(memory), {"flash": floors or {}}, slowdown
+        "A GPU",
+        about,
+        kernels,
+        moves,
+        line(memory),
+        line(memory),
+        {"flash": floors or {}},
+        slowdown,
     )
 
 

@@ -129,8 +129,9 @@ def flex_table(record: dict) -> str:
         "",
         f"FlexAttention, {one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x "
         f"{record['card']}, {one['dtype']}, {heads} query and {key_heads} key/value heads of "
-        f"{one['head_dim']}, {masks}{one['steps']} steps per timed round; sent: by the "
-        f"rank that sends most, forward. torch {record['torch']}, {record['date']}.",
+        f"{one['head_dim']}, {masks}{one['steps']} steps per timed round; "
+        f"{'replayed as CUDA graphs; ' if one.get('cuda_graph') else ''}sent: by the rank that "
+        f"sends most, forward. torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
 

@@ -6,9 +6,8 @@
 the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward,
 "groups" the groups of heads whose keys travel beside kernels; ``--groups`` sets their number, and
 ``CP_DISPATCH_COPY_ENGINES=0`` leaves them to NCCL.
-Times are those of ``tools/bench.py``; ``--cuda-graph`` replays steps without the host, which has read
-the mask before. The JSON goes to ``tools/results/`` unless ``--out`` says
-otherwise.
+Times are those of ``tools/bench.py``; ``--cuda-graph`` replays steps without the host, which has
+read the mask before. The JSON goes to ``tools/results/`` unless ``--out`` says otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from bench import measure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail, create_cp_block_mask
@@ -159,6 +158,8 @@ def torch_cp(problem: Problem, balancer: str):
         ),
         "PTRR": lambda: torchs._PTRRLoadBalancer(problem.mask, ranks),
     }[balancer]()
+    # Uncompiled: inductor takes minutes for it at these lengths.
+    attention._compiled_create_block_mask = create_block_mask
     mask = attention._create_cp_block_mask(
         problem.mask_mod, 1, 1, problem.length, problem.length, problem.mesh, found
     )

@@ -2,10 +2,10 @@
 
     python tools/planner_check.py tools/results/2026-11-28-2xh200-grid-*.json
 
-The files are those of ``tools/bench.py --out``, made where the kind of GPU had constants. A point is
-a kernel, a shape, an order of the sequence and a direction; of its rows, ``auto`` stands beside the
-schedules that it chose from. Of a schedule that was measured twice, once because ``auto`` took it,
-the mean counts: the same code ran.
+The files are those of ``tools/bench.py --out``, made where the kind of GPU had constants. A
+point is a kernel, a shape, an order and a direction; ``auto`` stands beside the schedules that it chose
+from. Of a schedule that was measured twice, once because ``auto`` took it, the mean counts: the
+same code ran.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def points(rows: list[dict]) -> list[Point]:
     for row in rows:
         if row.get("schedule") and "seconds" in row:
             order = "head-tail" if "head-tail" in row["implementation"] else "natural"
-            shape = (
-                row["backend"], row["mode"], row["tokens_per_rank"], "/".join(map(str, row["heads"])),
-                "causal, " + order if row["causal"] else "full",
-            )  # fmt: skip
+            order = f"causal, {order}" if row["causal"] else "full"
+            heads = "/".join(map(str, row["heads"]))
+            shape = row["backend"], row["mode"], row["tokens_per_rank"], heads, order
             groups.setdefault(shape, []).append(row)
     found = []
     for shape, members in groups.items():

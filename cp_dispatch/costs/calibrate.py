@@ -71,9 +71,7 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
     )  # fmt: skip
 
 
-def _kernels(
-    backend, dim: int, heads: int, lengths, clock: Clock
-) -> Iterable[tuple[str, Curve]]:
+def _kernels(backend, dim: int, heads: int, lengths, clock: Clock) -> Iterable[tuple[str, Curve]]:
     for name in KERNELS:
         points, causal = [], name.endswith("causal")
         for length in lengths:

@@ -119,7 +119,7 @@ class PulledKeys(_Pulled):
         return split_rows(rows, self._room.dims), there
 
     def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
-        self._box.wait()  # until nobody reads what the room held before
+        self._box.wait_for_readers()
         return [
             pair
             for own, part in zip(self._own, parts, strict=True)
@@ -161,7 +161,7 @@ class PulledGradients(_Pulled):
 
     def room(self, group: int, like: Tensor, columns: int) -> Tensor:
         if group == 0:
-            self._box.wait()  # until nobody reads what the room held before
+            self._box.wait_for_readers()
         return self._own[group]
 
     def give(self, group: int, staged: Tensor, shards: list[Tensor]) -> None:

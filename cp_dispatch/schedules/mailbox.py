@@ -71,6 +71,7 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int):
         self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
+        self._side = stream
         self.device = stream.device
         ranks = range(dist.get_world_size(group))
         self._own = symmetric_memory.empty_strided_p2p(
@@ -185,6 +186,18 @@ class Mailbox:
         """Let the current stream wait for everything that was pushed here, and from here."""
         _join_streams(self._own, self._stream, False)
         self._reading = None
+
+    def wait_for_readers(self) -> None:
+        """Let the current stream wait until nobody reads what was offered here before.
+
+        Where a CUDA graph's capture has put nothing on the box's stream yet, that was before the
+        graph, or in its last replay, which ends after it; and a capture may not wait for it.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            with torch.cuda.stream(self._side):
+                if not torch.cuda.is_current_stream_capturing():
+                    return
+        self.wait()
 
     def let_go(self) -> None:
         """What was pushed may be freed: the current stream waits for it by other means."""

@@ -139,6 +139,8 @@ class Box:
     def wait(self) -> None:
         pass
 
+    wait_for_readers = wait
+
     def let_go(self) -> None:
         pass
 

@@ -320,6 +320,51 @@ def groups_like_one(env: Env, nccl: bool) -> None:
             assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
 
 
+def captured(env: Env, layout: bool) -> None:
+    """``torch.cuda.graph`` of two layers, forward and backward, replayed with new data while ranks
+    come late; against eager."""
+    torch._dynamo.reset()
+    local, ranks, attend = 1024, env.world_size, compiled()
+    length = local * ranks
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 700), None, None, length, length, env.device
+    )
+    generator = torch.Generator(env.device).manual_seed(env.rank)
+
+    def fresh():
+        sizes = [(1, heads, local, 64) for heads in (8, 4, 4, 8)]
+        return [torch.randn(s, generator=generator, device=env.device, dtype=BF16) for s in sizes]
+
+    *leaves, grad = (DTensor.from_local(x, env.mesh(), ROWS) for x in fresh())
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def step():
+        out = attend(*leaves, block_mask=mask, enable_gqa=True)
+        out = attend(out, *leaves[1:], block_mask=mask, enable_gqa=True)
+        return [x.to_local() for x in (out, *torch.autograd.grad(out, leaves, grad))]
+
+    with cp_dispatch.enabled(layout=HeadTail(length, ranks) if layout else None):
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for turn in range(6):
+            with torch.no_grad():
+                for own, new in zip((*leaves, grad), fresh(), strict=True):
+                    own.to_local().copy_(new)
+            if turn % ranks == env.rank:
+                torch.cuda._sleep(20_000_000)
+            graph.replay()
+            got = [x.clone() for x in results]
+            for a, b in zip(got, step(), strict=True):
+                assert torch.equal(a, b), (turn, (a - b).abs().max())
+
+
 CASES = {}
 _FOUR = {}
 _LENGTHS = (127, 384, 2048, 5000)
@@ -375,6 +420,8 @@ _case("keys on every rank", judge, problem=FlexProblem("window", 2048, dim=64),
 _case("own rows", own_rows, problem=FlexProblem("documents", 2048, dim=64), layout=False)
 _case("own rows in a layout", own_rows, problem=FlexProblem("causal", 2048, dim=64), layout=True)
 _case("documents of other lengths", documents_of_other_lengths)
+_case("captured", captured, layout=False)
+_case("captured in a layout", captured, layout=True)
 _case("model", model_in_one_graph)
 _case("auxiliary outputs", auxiliary)
 _case("uncompiled", uncompiled)
