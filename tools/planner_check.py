@@ -3,9 +3,9 @@
     python tools/planner_check.py tools/results/2026-11-28-2xh200-grid-*.json
 
 The files are those of ``tools/bench.py --out``, made where the kind of GPU had constants. A
-point is a kernel, a shape, an order and a direction; ``auto`` stands beside the schedules that it chose
-from. Of a schedule that was measured twice, once because ``auto`` took it, the mean counts: the
-same code ran.
+point is a kernel, a shape, an order and a direction; ``auto`` stands beside the schedules that it
+chose from. Of a schedule that was measured twice, once because ``auto`` took it, the mean counts:
+the same code ran.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
         copy=Curve(_copies(SIZES[quick], clock)),
         merge=Curve(_merges(SIZES[quick], clock)),
         floors=measure_floors(
-            ring.world_size, backends, max(DIMS[quick]), Clock(device, 2 if quick else 15)
+            ring.world_size, backends, max(DIMS[quick]), Clock(device, 2), 1 if quick else 15
         ),
         slowdown=_slowdown(ring, backends[0], clock),
     )  # fmt: skip

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import statistics
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -14,47 +18,72 @@ from cp_dispatch.costs.clock import Clock, inputs
 from cp_dispatch.layouts import HeadTail
 
 TOKENS = 64  # a rank's
+WISHES = ("natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hybrid")
 
 
-def measure_floors(ranks: int, backends, dim: int, clock: Clock) -> dict:
-    """Calls with next to no work, on all ranks and, side by side, on both halves of them."""
-    from cp_dispatch import enabled, explain
+def measure_floors(ranks: int, backends, dim: int, clock: Clock, passes: int) -> dict:
+    """Calls with next to no work, on all ranks and, side by side, on both halves of them.
 
-    found: dict[str, dict[str, dict[str, list]]] = {backend.name: {} for backend in backends}
-    meshes = {}  # each costs communicators
+    A host is faster at some times than at others, for longer than a measurement takes. So all are
+    measured one after the other, several times: the median of ``passes``.
+    """
     halves = [ranks // 2] if ranks % 2 == 0 and ranks > 2 else []
-    for backend, size, wish, layout in itertools.product(
-        backends,
-        [*halves, ranks],
-        ("natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hybrid"),
-        (False, True),
-    ):
-        floors = found[backend.name]
+    steps = dict(_steps([*halves, ranks], backends, dim, clock))
+    times: dict[tuple, list[tuple[float, float]]] = {key: [] for key in steps}
+    for _ in range(passes):
+        for key, (scope, forward, both) in steps.items():
+            with scope():
+                there = clock(forward, 8)
+                times[key].append((there, max(clock(both, 8) - there, there / 2)))
+    found: dict[str, dict[str, dict[str, list]]] = {backend.name: {} for backend in backends}
+    for (backend, size, name), pairs in times.items():
+        ways = found[backend].setdefault(name, {"forward": [], "backward": []})
+        for way, seconds in zip(ways, zip(*pairs, strict=True), strict=True):
+            ways[way].append([size, float(f"{statistics.median(seconds):.4g}")])
+    return found
+
+
+def _steps(sizes, backends, dim: int, clock: Clock) -> Iterable[tuple[tuple, tuple]]:
+    """``(backend, ranks, schedule)``; and a scope, a forward and a forward with its backward."""
+    from cp_dispatch import explain
+
+    meshes, known = {}, set()  # each mesh costs communicators
+    for backend, size, wish, layout in itertools.product(backends, sizes, WISHES, (False, True)):
         if size not in meshes:
-            shape = ranks // size, size
+            shape = max(sizes) // size, size
             meshes[size] = init_device_mesh(clock.device.type, shape, mesh_dim_names=("a", "b"))
-        mesh = meshes[size]
         *shards, grad = (
-            DTensor.from_local(x, mesh["b"], [Shard(2)], run_check=False)
+            DTensor.from_local(x, meshes[size]["b"], [Shard(2)], run_check=False)
             for x in inputs(clock.device, TOKENS, dim)
         )
-        leaves = [x.detach().requires_grad_() for x in shards]
-        balancer = HeadTail(TOKENS * size, size) if layout else None
-        with enabled(schedule=wish, layout=balancer), sdpa_kernel(backend.sdp_backend):
-            name = explain(*shards, is_causal=True, enable_gqa=True).schedule
-            if any(r == size for r, _ in floors.get(name, {}).get("forward", ())):
-                continue
+        setting = {"schedule": wish, "layout": HeadTail(TOKENS * size, size) if layout else None}
+        scope = functools.partial(_scope, backend, setting)
+        with scope():
+            key = backend.name, size, explain(*shards, is_causal=True, enable_gqa=True).schedule
+        if key not in known:
+            known.add(key)
+            yield key, (scope, *_calls(shards, grad))
 
-            def forward(tensors=shards):
-                return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
 
-            def both(leaves=leaves, grad=grad, forward=forward):
-                torch.autograd.grad(forward(leaves), leaves, grad)
+def _calls(shards, grad) -> tuple[Callable, Callable]:
+    leaves = [x.detach().requires_grad_() for x in shards]
 
-            with torch.no_grad():
-                there = clock(forward, 8)
-            back = max(clock(both, 8) - there, there / 2)
-        ways = floors.setdefault(name, {"forward": [], "backward": []})
-        ways["forward"].append([size, float(f"{there:.4g}")])
-        ways["backward"].append([size, float(f"{back:.4g}")])
-    return found
+    def attend(tensors):
+        return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+
+    def forward():
+        with torch.no_grad():
+            attend(shards)
+
+    def both():
+        torch.autograd.grad(attend(leaves), leaves, grad)
+
+    return forward, both
+
+
+@contextlib.contextmanager
+def _scope(backend, setting: dict):
+    from cp_dispatch import enabled
+
+    with enabled(**setting), sdpa_kernel(backend.sdp_backend):
+        yield
