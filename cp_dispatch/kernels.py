@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import resolve_group
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
@@ -72,6 +73,7 @@ def _job(
         keys_in_place="keys" in mask_order,
         batch_start=origin[0] if origin else 0,
         dropout=dropout,
+        layout=layout,
     )
 
 
@@ -80,6 +82,7 @@ def run_forward(job: Job, schedule, query: Tensor, key: Tensor, value: Tensor):
     _check_shards(job, query, key)
     padded = map(job.backend.pad, (query, key, value))
     output, logsumexp = schedule.forward(job, *padded)
+    recomputed.note(logsumexp, job.layout)
     return _unpad(output, value.size(-1)), logsumexp
 
 
@@ -88,6 +91,7 @@ def run_backward(
 ):
     """Gradients of this rank's query, key, value and mask."""
     _check_shards(job, query, key)
+    recomputed.check(logsumexp, job.layout)
     padded = map(job.backend.pad, (grad_output, query, key, value, output))
     dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
     return (

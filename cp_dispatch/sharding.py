@@ -22,6 +22,7 @@ a sharded query is cut locally). What calls may reach the ops is decided in
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cp_dispatch._compat import (
@@ -141,12 +142,16 @@ def _strategy(query_index: int, mask_index: int, layout_index: int, backward: bo
     return strategy
 
 
+def _register(op: torch._ops.OpOverload, backward: bool) -> None:
+    names = [argument.name for argument in op._schema.arguments]
+    query, mask, layout = map(names.index, ("query", "attn_mask", "layout"))
+    # Of the arguments that are no tensors, the layout and what comes after it decide.
+    register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=layout))(
+        _strategy(query, mask, layout, backward)
+    )
+
+
+# Not the public register_sharding: its cache key holds only int arguments, and a layout is a str.
 for _name in BACKENDS:
-    for _op, *_indices in (
-        (forward_op(_name), 0, 3, 14, False),
-        (backward_op(_name), 1, 6, 17, True),
-    ):
-        # Of the arguments that are no tensors, the layout and what comes after it decide.
-        register_op_strategy(_op, schema_info=RuntimeSchemaInfo(static_argnum=_indices[2]))(
-            _strategy(*_indices)
-        )
+    _register(forward_op(_name), False)
+    _register(backward_op(_name), True)

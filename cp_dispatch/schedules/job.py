@@ -30,6 +30,7 @@ class Job:
         dropout: None, or whose coins fall how.
         key_grad_dtype: of dK and dV, None for the keys' dtype. Wide where they are yet to be added
             to those of other ranks.
+        layout: the text of the balancer in whose order shards lie, "" for natural order.
     """
 
     backend: Backend
@@ -42,6 +43,7 @@ class Job:
     batch_start: int = 0
     dropout: Dropout | None = None
     key_grad_dtype: torch.dtype | None = None
+    layout: str = ""
 
     @property
     def rank(self) -> int:

@@ -15,7 +15,11 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
@@ -393,6 +397,31 @@ def exported(env: Env) -> None:
 
 
 CAUSAL = Problem(causal=True, key_heads=2, length=128)
+
+
+def checkpoint_in_another_order(env: Env) -> None:
+    """Compiled graphs hand on the memory by which it shows."""
+    torch._dynamo.reset()
+    problem = Problem(batch=1, length=64, dim=16, causal=True)
+    leaves = [distribute(x, env.mesh(), ROWS).requires_grad_() for x in problem.tensors()[:3]]
+
+    @functools.partial(compile_once, backend="aot_eager")
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query.sin(), key, value, is_causal=True)
+
+    orders = None, cp_dispatch.HeadTail(64, env.world_size)
+    for first in orders:
+        for second in orders:
+            with cp_dispatch.enabled(layout=first):
+                out = checkpoint(attend, *leaves, use_reentrant=False)
+            with cp_dispatch.enabled(layout=second):
+                if first is second:
+                    out.sum().backward()
+                    continue
+                with pytest.raises(cp_dispatch.ContextParallelError, match="in another order"):
+                    out.sum().backward()
+
+
 CASES = {
     "causal": functools.partial(attention_alone, problem=CAUSAL),
     "bool mask": functools.partial(attention_alone, problem=Problem(length=64, mask=Mask())),
@@ -422,6 +451,7 @@ CASES = {
     "whole step, inductor": functools.partial(whole_step, backend="inductor"),
     "checkpoint": functools.partial(whole_step, checkpointed=True),
     "checkpoint, dropout": functools.partial(whole_step, checkpointed=True, dropout=0.3),
+    "checkpoint in another order": checkpoint_in_another_order,
     "selective": functools.partial(whole_step, checkpointed=True, context_fn=saved),
     "selective by policy, dropout": functools.partial(
         whole_step, checkpointed=True, context_fn=by_policy, dropout=0.3

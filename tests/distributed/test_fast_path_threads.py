@@ -3,6 +3,7 @@ nothing has changed."""
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import dispatch, fast_path
+from cp_dispatch import dispatch, fast_path, recomputed
 from tests.distributed.reference import Problem
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
@@ -151,6 +152,33 @@ def test_watchers_see_the_op():
 
     with cp_dispatch.enabled():
         assert set(on_ranks(body, 2)) == {7 * 2 * 2 * 4 * 128 * 128 * 16}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("first, second", [(None, HEAD_TAIL), (HEAD_TAIL, None)])
+def test_a_checkpoint_recomputed_in_another_order_raises(known, first, second):
+    """Its gradients would be wrong: the backward is the first forward's, its tensors are not."""
+    fast_path._known.clear()
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query.sin(), key, value, is_causal=True)
+
+    def body(mesh):
+        leaves = [distribute(x, mesh, ROWS).requires_grad_() for x in CAUSAL.tensors()[:3]]
+        for layout in (first, second) if known else ():
+            with cp_dispatch.enabled(layout=layout):
+                attend(*leaves)
+        with cp_dispatch.enabled(layout=first):
+            outs = [checkpoint(attend, *leaves, use_reentrant=False) for _ in range(2)]
+        with cp_dispatch.enabled(layout=second):
+            with pytest.raises(cp_dispatch.ContextParallelError, match="in another order"):
+                outs[0].sum().backward()
+        with cp_dispatch.enabled(layout=first):
+            outs[1].sum().backward()
+
+    on_ranks(body)
+    gc.collect()
+    assert not recomputed._orders
 
 
 def test_a_checkpoint_records_one_way_and_recomputes_the_other(monkeypatch):
