@@ -140,17 +140,16 @@ TABLES = {"train": train_table, "host": host_table, "flex": flex_table}
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-
     def filled(match: re.Match) -> str:
         record = json.loads((ROOT / "tools" / "results" / match[1]).read_text())
         made = TABLES.get(record.get("kind"), table)(record)
         return f"<!-- bench {match[1]} -->\n{made}\n<!-- end -->"
 
-    text = re.sub(
-        r"<!-- bench (\S+) -->.*?<!-- end -->", filled, readme.read_text(), flags=re.DOTALL
-    )
-    readme.write_text(text)
+    for page in (ROOT / "README.md", ROOT / "tools" / "results" / "README.md"):
+        text = re.sub(
+            r"<!-- bench (\S+) -->.*?<!-- end -->", filled, page.read_text(), flags=re.DOTALL
+        )
+        page.write_text(text)
 
 
 if __name__ == "__main__":
