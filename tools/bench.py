@@ -45,6 +45,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+KERNELS_ALONE = "block kernels alone"
 FLOP_FORMULA = "4 * B * H * S * S * D forward, 2.5 times that backward; halved for causal"
 
 
@@ -73,9 +74,10 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.plot and not args.out:
         parser.error("--plot needs --out")
-    unknown = {*args.skip, *(args.only or [])} - {*IMPLEMENTATIONS}
+    unknown = {*args.skip, *(args.only or [])} - {*IMPLEMENTATIONS, KERNELS_ALONE}
     if unknown:
-        parser.error(f"no implementation {sorted(unknown)}; there are {list(IMPLEMENTATIONS)}")
+        names = [*IMPLEMENTATIONS, KERNELS_ALONE]
+        parser.error(f"no implementation {sorted(unknown)}; there are {names}")
     args.heads = args.heads or [[32, 8]]
     return args
 
@@ -376,8 +378,8 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
                 gc.collect()
                 torch.cuda.empty_cache()
                 mailbox.free()  # the next one's memory is its own
-    if cuda:
-        name = {"implementation": "block kernels alone"}
+    if cuda and KERNELS_ALONE not in args.skip:
+        name = {"implementation": KERNELS_ALONE}
         try:
             for mode, row in kernel_time(problem, backend, args).items():
                 if mode in alone:
