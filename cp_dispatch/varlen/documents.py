@@ -117,7 +117,12 @@ def pieces_of(documents: Documents, window: Window, runs: Sequence[Span]) -> lis
         document = bisect_right(starts, position) - 1
         while document < len(starts) - 1 and starts[document] < stop:
             first, last = max(position, starts[document]), min(stop, starts[document + 1])
-            if first < last:
+            if first >= last:
+                pass
+            elif window.is_full and found and found[-1].document == document:
+                # Its rows follow those of another run, and all see the same keys.
+                found[-1] = found[-1]._replace(rows=found[-1].rows + last - first)
+            else:
                 keys = _keys_of(documents, window, document, first, last)
                 found.append(Piece(row + first - position, last - first, *keys, document))
             document += 1

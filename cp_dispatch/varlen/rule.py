@@ -87,7 +87,7 @@ def _local(x: Tensor) -> Tensor:
 def _placed(x: DTensor, placements) -> Tensor:
     """This rank's part under other placements."""
     if tuple(x.placements) != tuple(placements):
-        x = x.redistribute(placements=placements)
+        x = x.detach().redistribute(placements=placements)
     return local_tensor(x)
 
 

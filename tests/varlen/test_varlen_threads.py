@@ -105,6 +105,7 @@ def test_layouts(ranks, window):
         problem = VarlenProblem(lengths, window=window, key_heads=2)
         judge(problem, ranks, layout=HeadTail(48, ranks))
         judge(problem, ranks, layout=PerDocumentHeadTail([list(lengths)], ranks))
+        judge(problem, ranks, layout=BlockBalanced([float(i) for i in range(12)], ranks, 4))
 
 
 def test_gradients_of_some():
@@ -250,7 +251,7 @@ def test_nothing_moves_where_no_document_is_shared(monkeypatch):
 REFUSED = {
     "plain key": ("key is a Tensor beside DTensors", {"key": lambda x: x.full_tensor()}),
     "dtypes": ("value is torch.float64", {"value": lambda x: x.double()}),
-    "4-D": ("must have shape", {"query": lambda x: x.unsqueeze(1)}),
+    "4-D": ("must have shape", {"query": lambda x: x.unsqueeze(3)}),
     "key placement": ("key is S", {"key": lambda x: x.redistribute(placements=[Shard(1)])}),
     "query whole": ("key is S", {"query": lambda x: x.redistribute(placements=[Replicate()])}),
     "features": ("query is S", {"query": lambda x: x.redistribute(placements=[Shard(2)])}),
@@ -304,8 +305,9 @@ def test_more_refusals():
     refused(BASE, "the layout is HeadTail", HeadTail(32, 2))
     refused(BASE, "2 ranks share the sequence", HeadTail(48, 4))
     refused(BASE, "2 batch rows of their own", PerDocumentHeadTail([[48], [24, 24]], 2))
-    many = BlockBalanced([float(i % 2) for i in range(24)], 2, 2)
-    refused(VarlenProblem((48,)), "the kernel takes keys for each run", many)
+    many = PerDocumentHeadTail([[4] * 12], 2)
+    refused(VarlenProblem((48,)), "the kernel takes keys for each run", layout=many)
+    judge(VarlenProblem((48,), window=(-1, -1)), 2, layout=many)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 does not have them")
