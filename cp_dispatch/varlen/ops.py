@@ -48,10 +48,11 @@ SCHEMAS = (
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tensor, Tensor]:
     job, ring, scale = _prepared(query, key, *options)
+    query, key, value = map(_dense, (query, key, value))
     with part("varlen"):
         if 0 in (query.size(1), key.size(1)):
             return _outlines(query)
-        out, lse = job.forward(_dense(query), job.exchange.bring(ring, key, value), scale)
+        out, lse = job.forward(query, job.exchange.bring(ring, key, value), scale)
     return out.contiguous(), lse
 
 
@@ -61,12 +62,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *options, key_grad = options
     job, ring, scale = _prepared(query, key, *options)
+    query, key, value = map(_dense, (query, key, value))
     with part("varlen_backward"):
         if 0 in (query.size(1), key.size(1)):
             grads = [torch.zeros_like(x) for x in (query, key, value)]
             return tuple(grads) if key_grad else (grads[0], *(_nothing(x) for x in (key, value)))
         grad_query, shares = job.backward(
-            grad_output, _dense(query), job.exchange.bring(ring, key, value), output, logsumexp,
+            grad_output, query, job.exchange.bring(ring, key, value), output, logsumexp,
             scale,
         )  # fmt: skip
         if not key_grad:
@@ -93,8 +95,9 @@ def _prepared(
     return job, ring, 1 / math.sqrt(query.size(2)) if scale is None else scale
 
 
-def _dense(query: Tensor) -> Tensor:
-    return query if query.stride(-1) == 1 else query.contiguous()
+def _dense(x: Tensor) -> Tensor:
+    """With heads whose memory the kernel takes."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _outlines(query: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,8 +69,8 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
 def _check_agreement(options: Options, call: VarlenCall) -> None:
     """Every rank works out from the documents what the others send, so they are compared too."""
     found = [
-        hashlib.sha256(bytes(str(_local(x).tolist()), "ascii")).hexdigest()[:16]
-        for x in call.starts.values()
+        hashlib.sha256(str(x.tolist()).encode()).hexdigest()[:16]
+        for x in local_starts(*call.starts.values())
         if isinstance(x, Tensor)
     ]
     wanted = [getattr(x, "requires_grad", None) for x in call.tensors.values()]
@@ -80,8 +80,9 @@ def _check_agreement(options: Options, call: VarlenCall) -> None:
         agree("varlen_attn", text, list(call.tensors.values()))
 
 
-def _local(x: Tensor) -> Tensor:
-    return local_tensor(x) if isinstance(x, DTensor) else x
+def local_starts(*starts: Tensor) -> list[Tensor]:
+    """Plain tensors; DTensors are the same on every rank."""
+    return [local_tensor(x) if isinstance(x, DTensor) else x for x in starts]
 
 
 def _placed(x: DTensor, placements) -> Tensor:
@@ -98,8 +99,8 @@ def _forward(cls, func, types, args=(), kwargs=None):
     if query.device_mesh.get_coordinate() is None:
         return _outside(query, query.shape), _outside(query, _of_rows(query), transposed=True)
     output, logsumexp = FORWARD(
-        local_tensor(query), _placed(key, wanted), _placed(value, wanted), _local(cu_seq_q),
-        _local(cu_seq_k), *options,
+        local_tensor(query), _placed(key, wanted), _placed(value, wanted),
+        *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
     return _wrap(output, query, query.shape), _wrap(logsumexp, query, _of_rows(query), True)
 
@@ -112,8 +113,8 @@ def _backward(cls, func, types, args=(), kwargs=None):
         return tuple(_outside(x, x.shape) for x in (query, key, value))
     grads = BACKWARD(
         _placed(grad_output, query.placements), local_tensor(query), _placed(key, wanted),
-        _placed(value, wanted), local_tensor(output), local_tensor(logsumexp), _local(cu_seq_q),
-        _local(cu_seq_k), *options,
+        _placed(value, wanted), local_tensor(output), local_tensor(logsumexp),
+        *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
     shapes = [x.shape if options[-1] else (0, *x.shape[1:]) for x in (key, value)]
     return tuple(
