@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.rows import Selector
+from cp_dispatch.layouts import Span
+from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen.traffic import Traffic
+
+# Up to so many runs of rows are added up in one pass over memory.
+_MOST_SUMS = 32
 
 
 class Exchange:
@@ -24,6 +29,10 @@ class Exchange:
         self._has_all_at_home = traffic.takes[rank] == traffic.rows
         self._gives = [Selector(spans, device) for spans in traffic.gives]
         self._given = [sum(span.length for span in spans) for spans in traffic.gives]
+        # Of what sums are made: this rank's part first, then those of others in ascending order.
+        self._takers = [taker for taker, count in enumerate(self._given) if count]
+        self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
+        self._places = tuple(place for runs in self._runs for place in _places(runs))
 
     def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[Tensor]:
         """The compact keys and values of this rank, from its shards ``(rows, Hkv, D)``."""
@@ -54,15 +63,23 @@ class Exchange:
             came = self._swap(ring, send, self._given, grads)
         if self._has_all_at_home and not any(self._given):
             return [part.to(x.dtype).contiguous() for part, x in zip(own, like, strict=True)]
-        sums = []
-        for i, (part, x) in enumerate(zip(own, like, strict=True)):
-            total = x.new_zeros(x.shape, dtype=wide_dtype(x.dtype))
-            add(self._home, total, part)
-            for taker, count in enumerate(self._given):
-                if count:
-                    add(self._gives[taker], total, came[taker][i])
-            sums.append(total.to(x.dtype))
+        parts = [[part, *(came[taker][i] for taker in self._takers)] for i, part in enumerate(own)]
+        if sum(map(len, self._runs)) > _MOST_SUMS or not like[0].size(0):
+            return [self._wide_sum(of_one, x) for of_one, x in zip(parts, like, strict=True)]
+        sums = [x.new_empty(x.shape) for x in like]
+        views = [
+            [_as_batch(part) for part, runs in zip(of_one, self._runs, strict=True) for _ in runs]
+            for of_one in parts
+        ]
+        add_up([_as_batch(x) for x in sums], views, self._places)
         return sums
+
+    def _wide_sum(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        total = like.new_zeros(like.shape, dtype=wide_dtype(like.dtype))
+        places = self._home, *(self._gives[taker] for taker in self._takers)
+        for part, place in zip(parts, places, strict=True):
+            add(place, total, part)
+        return total.to(like.dtype)
 
     def _swap(
         self, ring: Ring, send: list[list[Tensor]], counts: Sequence[int], like: Sequence[Tensor]
@@ -81,6 +98,20 @@ class Exchange:
             ]
             for both, count in zip(receive.split(coming), counts, strict=True)
         ]
+
+
+def _places(runs: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """As :func:`~cp_dispatch.parts.add_up` takes them: rows of the shard, one after the other in
+    the part."""
+    first = 0
+    for start, count in runs:
+        yield start, count, first
+        first += count
+
+
+def _as_batch(rows: Tensor) -> Tensor:
+    """``(rows, H, D)`` as ``(1, H, rows, D)``."""
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 def add(place: Selector, total: Tensor, rows: Tensor) -> None:
