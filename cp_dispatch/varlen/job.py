@@ -42,31 +42,34 @@ class Call:
     def __init__(self, pieces: Sequence[Piece], traffic: Traffic, window: Window, device):
         rows: list[Span] = []
         keys: list[Span] = []
-        for piece in pieces:
+        places = [traffic.compact(piece.key, piece.keys) for piece in pieces]
+        for piece, spans in zip(pieces, places, strict=True):
             append(rows, piece.row, piece.rows)
-            for span in traffic.compact(piece.key, piece.keys):
+            for span in spans:
                 append(keys, *span)
         self.rows, self.keys = Selector(tuple(rows), device), Selector(tuple(keys), device)
         self.row_spans, self.key_spans = tuple(rows), tuple(keys)
         self.kernel = Kernel(
             [(piece.rows, piece.keys) for piece in pieces], window.shifted(pieces[0].shift), device
         )
-        self.layers = _layers(pieces, traffic, device)
+        self.layers = _layers(pieces, places, device)
 
 
-def _layers(pieces: Sequence[Piece], traffic: Traffic, device) -> list[tuple[Selector, Selector]]:
+def _layers(
+    pieces: Sequence[Piece], places: Sequence[list[Span]], device
+) -> list[tuple[Selector, Selector]]:
     """Pieces so that no two of a layer have keys in common: where their keys are among those of the
     kernel, and among the compact ones. Pieces of several documents never share any."""
     layers: list[tuple[list[Span], list[Span]]] = []
     of_document: dict[int, int] = {}
     start = 0
-    for piece in pieces:
+    for piece, spans in zip(pieces, places, strict=True):
         layer = of_document.get(piece.document, 0)
         of_document[piece.document] = layer + 1
         if layer == len(layers):
             layers.append(([], []))
         append(layers[layer][0], start, piece.keys)
-        for span in traffic.compact(piece.key, piece.keys):
+        for span in spans:
             append(layers[layer][1], *span)
         start += piece.keys
     return [tuple(Selector(tuple(spans), device) for spans in both) for both in layers]

@@ -21,7 +21,7 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.ops import BACKWARD, FORWARD, library
-from cp_dispatch.varlen.plan import VarlenPlan, make_plan
+from cp_dispatch.varlen.plan import VarlenPlan, known_plan
 from cp_dispatch.varlen.refusal import placements_of_keys
 
 
@@ -35,7 +35,7 @@ def attend(options: Options, call: VarlenCall) -> tuple[Tensor, Tensor, Tensor]:
     """
     if debug_is_on():
         _check_agreement(options, call)
-    plan = make_plan(options, call)
+    plan = known_plan(options, call)
     if plan.handler == "refused":
         raise dataclasses.replace(plan, call=call.describe()).error()
     output, logsumexp = FORWARD(*call.tensors.values(), *arguments(options, call, plan))
