@@ -55,10 +55,8 @@ def backward(
     window: Window,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of :func:`forward`, in the inputs' dtype."""
-    grads = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-    ]
+    """dQ, dK and dV of :func:`forward`, wide: float32, or float64."""
+    grads = [x.new_empty(x.shape, dtype=wide_dtype(x.dtype)) for x in (query, key, value)]
     for rows, keys in _cuts(sizes):
         q, k, v = query[rows], key[keys], value[keys]
         seen = (_scores(q, k, window, scale) - logsumexp[:, rows].unsqueeze(-1)).exp()
@@ -66,9 +64,9 @@ def backward(
         delta = (grad * _wide(output[rows])).sum(-1).t().unsqueeze(-1)
         of_seen = torch.einsum("qhd,khd->hqk", grad, _heads(v, q))
         of_scores = seen * (of_seen - delta) * scale
-        grads[0][rows] = _weighted(of_scores, k).to(query.dtype)
-        grads[1][keys] = _gathered(of_scores, _wide(q), k).to(key.dtype)
-        grads[2][keys] = _gathered(seen, grad, v).to(value.dtype)
+        grads[0][rows] = _weighted(of_scores, k)
+        grads[1][keys] = _gathered(of_scores, _wide(q), k)
+        grads[2][keys] = _gathered(seen, grad, v)
     return tuple(grads)
 
 

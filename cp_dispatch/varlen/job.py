@@ -100,6 +100,10 @@ class VarlenJob:
             groups.setdefault((piece.shift, number // _MOST_PIECES), []).append(piece)
         self.calls = [Call(group, self.traffic, window, device) for group in groups.values()]
         count = sum(self.traffic.takes)
+        # In what gradients of keys travel, for all ranks alike: as the kernel gives them, unless
+        # several calls of some rank add up, or the kernel is that for CPU, which has them wide.
+        one_call = not layout and (window.is_full or window.right == 0)
+        self._wide_shares = device.type != "cuda" or not one_call
         # One call, of all rows and of all compact keys as they lie.
         self.is_plain = len(self.calls) == 1 and (
             self.calls[0].row_spans == (Span(0, self.rows),)
@@ -129,7 +133,7 @@ class VarlenJob:
             grads = self.calls[0].kernel.backward(
                 grad_output, query, *keys, output, logsumexp, scale
             )
-            return grads[0], list(grads[1:])
+            return grads[0], [self._share(grad, x) for grad, x in zip(grads[1:], keys, strict=True)]
         grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         sums = [x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in keys]
         for call in self.calls:
@@ -139,9 +143,12 @@ class VarlenJob:
             grads = call.kernel.backward(*of_rows[:2], *there, of_rows[2], lse.t(), scale)
             _put(call.rows, grad_query, grads[0])
             for total, grad in zip(sums, grads[1:], strict=True):
-                for there, compact in call.layers:
-                    add(compact, total, there.take(grad))
-        return grad_query, [total.to(x.dtype) for total, x in zip(sums, keys, strict=True)]
+                for of_kernel, compact in call.layers:
+                    add(compact, total, of_kernel.take(grad))
+        return grad_query, [self._share(total, x) for total, x in zip(sums, keys, strict=True)]
+
+    def _share(self, grad: Tensor, key: Tensor) -> Tensor:
+        return grad.to(wide_dtype(key.dtype) if self._wide_shares else key.dtype)
 
 
 def _put(place: Selector, into: Tensor, rows: Tensor) -> None:

@@ -47,11 +47,13 @@ class Kernel:
     def backward(
         self, grad_output, query, key, value, output, logsumexp, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV; on CPU the last two wide."""
         if not key.size(0):
             return tuple(torch.zeros_like(x) for x in (query, key, value))
         tensors = grad_output, query, key, value, output, logsumexp.contiguous()
         if self._starts is None:
-            return dense.backward(*tensors, self.sizes, self.window, scale)
+            grads = dense.backward(*tensors, self.sizes, self.window, scale)
+            return grads[0].to(query.dtype), *grads[1:]
         # Without dropout the kernel reads no random state.
         unused = query.new_empty(2, dtype=torch.uint64)
         return aten._flash_attention_backward(

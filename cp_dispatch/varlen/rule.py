@@ -39,7 +39,7 @@ def attend(options: Options, call: VarlenCall) -> tuple[Tensor, Tensor, Tensor]:
     if plan.handler == "refused":
         raise dataclasses.replace(plan, call=call.describe()).error()
     output, logsumexp = FORWARD(*call.tensors.values(), *arguments(options, call, plan))
-    state = torch.zeros(2, dtype=torch.uint64, device=local_tensor(call.query).device)
+    state = torch.empty(2, dtype=torch.uint64, device=local_tensor(call.query).device)
     return output, logsumexp, state
 
 

@@ -98,6 +98,17 @@ def settings_compile_anew(env: Env) -> None:
     assert not isinstance(found.value, cp_dispatch.ContextParallelError)
 
 
+def several_lengths(env: Env, dynamic) -> None:
+    """Of the packed sequence, divided by the ranks or not."""
+    torch._dynamo.reset()
+    attend = torch.compile(BASE.attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with cp_dispatch.enabled():
+        for last in (13, 29, 28, 30, 13):
+            problem = VarlenProblem((*BASE.lengths[:-1], last), key_heads=2)
+            got = run_sharded(problem, env.mesh(), attend=attend)
+            check(got, exact(problem), one_device(problem))
+
+
 def without_gradients(env: Env, mode) -> None:
     torch._dynamo.reset()
     attend = torch.compile(BASE.attend, fullgraph=True, backend="aot_eager")
@@ -156,6 +167,8 @@ CASES = {
     "inductor causal": functools.partial(compiled, backend="inductor"),
     "one node each way": one_node_each_way,
     "settings": settings_compile_anew,
+    "several lengths": functools.partial(several_lengths, dynamic=None),
+    "several lengths, dynamic": functools.partial(several_lengths, dynamic=True),
     "no_grad": functools.partial(without_gradients, mode=torch.no_grad),
     "inference_mode": functools.partial(without_gradients, mode=torch.inference_mode),
     "model": functools.partial(in_a_model, compile=False),

@@ -108,6 +108,13 @@ def test_layouts(ranks, window):
         judge(problem, ranks, layout=BlockBalanced([float(i) for i in range(12)], ranks, 4))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layouts_in_16_bits(ranks):
+    """Gradients of several runs of rows are added and sent in float32."""
+    problem = VarlenProblem((40, 56), dtype=BF16, key_heads=2, dim=16)
+    judge(problem, ranks, layout=HeadTail(96, ranks))
+
+
 def test_gradients_of_some():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
