@@ -26,6 +26,8 @@ from cp_dispatch.parallel_style import ContextParallel
 from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
 from cp_dispatch.plan import Plan
 from cp_dispatch.toggle import disable, enable, enabled, is_enabled
+from cp_dispatch.varlen.explain import explain_varlen
+from cp_dispatch.varlen.plan import VarlenPlan
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ __all__ = [
     "HeadTail",
     "PerDocumentHeadTail",
     "Plan",
+    "VarlenPlan",
     "context_parallel",
     "context_parallel_unshard",
     "create_cp_block_mask",
@@ -45,6 +48,7 @@ __all__ = [
     "enabled",
     "explain",
     "explain_flex",
+    "explain_varlen",
     "is_enabled",
     "next_token_labels",
     "ops_to_save",

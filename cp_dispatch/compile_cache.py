@@ -22,6 +22,7 @@ from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
 from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 from cp_dispatch.planner import constants_here
+from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
 _groups: set[tuple] = set()
@@ -31,7 +32,7 @@ def tag(state: object | None) -> None:
     """Put ``state`` and the groups into the tag; None removes what was put."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None:
-        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS
+        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS, VARLEN_SCHEMAS
         limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
 

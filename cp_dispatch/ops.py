@@ -105,7 +105,7 @@ def _define(backend: Backend) -> None:
         for device in ("CPU", "CUDA"):
             library.impl(name, kernel, device)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-        _refuse_local_tensor_mode(name)
+        refuse_local_tensor_mode(name)
     library.impl(f"ring_{backend.name}_attention", _autograd(backend.name), "Autograd")
     library.impl(
         f"ring_{backend.name}_attention_backward",
@@ -205,7 +205,7 @@ def _refuse_double_backward(name: str):
     return autograd_kernel
 
 
-def _refuse_local_tensor_mode(name: str) -> None:
+def refuse_local_tensor_mode(name: str) -> None:
     """``LocalTensorMode`` cannot see collectives inside an op and would answer wrongly."""
     mode = local_tensor_mode()
     if mode is None:
@@ -229,7 +229,7 @@ def ops_to_save() -> list[torch._ops.OpOverload]:
         )
         torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
     """
-    return list(map(forward_op, BACKENDS))
+    return [*map(forward_op, BACKENDS), torch.ops.cp_dispatch.varlen_attention.default]
 
 
 for _backend in BACKENDS.values():

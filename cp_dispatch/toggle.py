@@ -34,7 +34,6 @@ from cp_dispatch import (
     fused_modules,
     graph_guards,
     hf_masks,
-    varlen_refusal,
 )
 from cp_dispatch._compat import (
     composite_kernel,
@@ -49,6 +48,7 @@ from cp_dispatch.flex import install as flex
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
+from cp_dispatch.varlen import install as varlen
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
@@ -132,7 +132,6 @@ def plain_shards(context: PlainContext):
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         hf_masks.install(plain_context)
-        varlen_refusal.install(plain_context)
         _sync()
     try:
         yield
@@ -215,6 +214,7 @@ def _sync() -> None:
             for name, rule in fused_modules.RULES.items():
                 torch.library.register_torch_dispatch(name, DTensor, _while_on(rule), lib=library)
             flex.install(current_options, plain_context, enabled, library)
+            varlen.install(current_options, plain_context)
         except BaseException:
             library._destroy()
             flex.remove()

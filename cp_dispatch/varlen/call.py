@@ -1,0 +1,70 @@
+"""One call of ``varlen_attn`` as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch.call import describe_tensor
+from cp_dispatch.varlen.documents import Window
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """The arguments of the op behind ``varlen_attn``, in its order; query ``(T, H, D)``, key and
+    value ``(M, Hkv, D)``. What the longest documents are said to be is not read: the lengths
+    tell."""
+
+    query: Any
+    key: Any
+    value: Any
+    cu_seq_q: Any
+    cu_seq_k: Any
+    max_q: Any = None
+    max_k: Any = None
+    is_causal: bool = False
+    scale: float | None = None
+    window_size: Any = None
+    enable_gqa: bool = False
+    seqused_k: Any = None
+    block_table: Any = None
+    num_splits: int | None = None
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    @property
+    def starts(self) -> dict[str, Any]:
+        return {"cu_seq_q": self.cu_seq_q, "cu_seq_k": self.cu_seq_k}
+
+    @property
+    def window(self) -> Window:
+        left, right = self.window_size or (-1, -1)
+        # The kernel takes any number below 0 for none.
+        return Window(max(-1, int(left)), 0 if self.is_causal else max(-1, int(right)))
+
+    def describe(self) -> str:
+        """The call in one line a tensor, for messages."""
+        lines = [
+            f"{name}: {describe_tensor(x)}" for name, x in (self.tensors | self.starts).items()
+        ]
+        lines.append(
+            f"window_size={tuple(self.window_size or (-1, -1))}, is_causal={self.is_causal}, "
+            f"scale={self.scale}"
+        )
+        given = {
+            name: describe_tensor(getattr(self, name))
+            for name in ("seqused_k", "block_table", "num_splits")
+            if getattr(self, name) is not None
+        }
+        return "\n".join([*lines, *(f"{name}: {x}" for name, x in given.items())])
+
+
+def sharded_dims(tensor: DTensor, tensor_dim: int) -> tuple[int, ...]:
+    """Mesh dims over which a dim is sharded, in any way."""
+    return tuple(
+        i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == tensor_dim
+    )

@@ -1,0 +1,120 @@
+"""Moving the keys that a rank's rows attend to it, and shares of their gradients back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.backends import wide_dtype
+from cp_dispatch.flex.rows import Selector
+from cp_dispatch.layouts import Span
+from cp_dispatch.parts import add_up
+from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.varlen.traffic import Traffic
+
+# Up to so many runs of rows are added up in one pass over memory.
+_MOST_SUMS = 32
+
+
+class Exchange:
+    """The moves of one rank, for forward and backward alike: one all-to-all each, and none where no
+    rank needs keys of another."""
+
+    def __init__(self, traffic: Traffic, rank: int, device: torch.device):
+        self._rank, self.moves, self._takes = rank, traffic.moves, traffic.takes
+        self._home = Selector(traffic.home, device)
+        self._has_all_at_home = traffic.takes[rank] == traffic.rows
+        self._gives = [Selector(spans, device) for spans in traffic.gives]
+        self._given = [sum(span.length for span in spans) for spans in traffic.gives]
+        # Of what sums are made: this rank's part first, then those of others in ascending order.
+        self._takers = [taker for taker, count in enumerate(self._given) if count]
+        self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
+        self._places = tuple(place for runs in self._runs for place in _places(runs))
+
+    def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[Tensor]:
+        """The compact keys and values of this rank, from its shards ``(rows, Hkv, D)``."""
+        tensors = key, value
+        own = [self._home.take(x) for x in tensors]
+        if not self.moves:
+            return own
+        send = [[place.take(x) for x in tensors] for place in self._gives]
+        takes = [0 if owner == self._rank else n for owner, n in enumerate(self._takes)]
+        came = self._swap(ring, send, takes, tensors)
+        came[self._rank] = own
+        return [torch.cat(parts) for parts in zip(*came, strict=True)]
+
+    def bring_back(
+        self, ring: Ring | None, grads: Sequence[Tensor], like: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Sums of what all ranks computed of this rank's keys, in the dtype of ``like``, its shards
+        of dK and dV; from the gradients of its compact keys. Rounded once."""
+        parts = [list(grad.split(list(self._takes))) for grad in grads]
+        own = [of_owners[self._rank] for of_owners in parts]
+        came = []
+        if self.moves:
+            empty = [grad[:0] for grad in grads]
+            send = [
+                empty if owner == self._rank else list(of_both)
+                for owner, of_both in enumerate(zip(*parts, strict=True))
+            ]
+            came = self._swap(ring, send, self._given, grads)
+        if self._has_all_at_home and not any(self._given):
+            return [part.to(x.dtype).contiguous() for part, x in zip(own, like, strict=True)]
+        parts = [[part, *(came[taker][i] for taker in self._takers)] for i, part in enumerate(own)]
+        if sum(map(len, self._runs)) > _MOST_SUMS or not like[0].size(0):
+            return [self._wide_sum(of_one, x) for of_one, x in zip(parts, like, strict=True)]
+        sums = [x.new_empty(x.shape) for x in like]
+        views = [
+            [_as_batch(part) for part, runs in zip(of_one, self._runs, strict=True) for _ in runs]
+            for of_one in parts
+        ]
+        add_up([_as_batch(x) for x in sums], views, self._places)
+        return sums
+
+    def _wide_sum(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        total = like.new_zeros(like.shape, dtype=wide_dtype(like.dtype))
+        places = self._home, *(self._gives[taker] for taker in self._takers)
+        for part, place in zip(parts, places, strict=True):
+            add(place, total, part)
+        return total.to(like.dtype)
+
+    def _swap(
+        self, ring: Ring, send: list[list[Tensor]], counts: Sequence[int], like: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Rows of both tensors to every rank, and ``counts`` rows of both from every rank."""
+        widths = [math.prod(x.shape[1:]) for x in like]
+        flat = torch.cat([x.reshape(-1) for both in send for x in both])
+        sizes = [sum(x.numel() for x in both) for both in send]
+        coming = [count * sum(widths) for count in counts]
+        receive = flat.new_empty(sum(coming))
+        ring.exchange_all(flat, sizes, receive, coming).wait()
+        return [
+            [
+                part.view(count, *x.shape[1:])
+                for part, x in zip(both.split([count * w for w in widths]), like, strict=True)
+            ]
+            for both, count in zip(receive.split(coming), counts, strict=True)
+        ]
+
+
+def _places(runs: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """As :func:`~cp_dispatch.parts.add_up` takes them: rows of the shard, one after the other in
+    the part."""
+    first = 0
+    for start, count in runs:
+        yield start, count, first
+        first += count
+
+
+def _as_batch(rows: Tensor) -> Tensor:
+    """``(rows, H, D)`` as ``(1, H, rows, D)``."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def add(place: Selector, total: Tensor, rows: Tensor) -> None:
+    """Add rows to their places, of which none occurs twice."""
+    for part, values in place.parts(total, rows):
+        part.add_(values)

@@ -1,0 +1,67 @@
+"""What a call of ``varlen_attn`` would do, without doing it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.varlen.call import VarlenCall
+from cp_dispatch.varlen.job import documents_of
+from cp_dispatch.varlen.plan import VarlenPlan, make_plan
+from cp_dispatch.varlen.rule import local_starts
+from cp_dispatch.varlen.traffic import traffic_of
+
+
+@torch.no_grad()
+def explain_varlen(
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+) -> VarlenPlan:
+    """What ``varlen_attn`` of these arguments would do here and now.
+
+    Looks at the documents, so it says how many rows of keys each rank would send. Computes nothing,
+    does not communicate; a call that would raise gives a plan with all the reasons.
+
+    Args:
+        query, key, value: ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``, any dtype.
+        cu_seq_q, cu_seq_k: ``(documents + 1,)`` int32, of the whole sequence.
+        window_size: ``(left, right)``, -1 for all.
+    """
+    from cp_dispatch.toggle import current_options
+
+    call = VarlenCall(query, key, value, cu_seq_q, cu_seq_k, window_size=window_size)
+    described = call.describe()
+    if not any(isinstance(x, DTensor) for x in call.tensors.values()):
+        return VarlenPlan("stock", reasons=("no argument is a DTensor",), call=described)
+    options = current_options()
+    if options is None:
+        reasons = ("cp_dispatch is not enabled, and torch has no rule for DTensors",)
+        return VarlenPlan("stock", reasons=reasons, call=described)
+    plan = dataclasses.replace(make_plan(options, call), call=described)
+    if plan.handler == "refused":
+        return plan
+    documents = documents_of(*local_starts(call.cu_seq_q, call.cu_seq_k))
+    lengths = int(query.shape[0]), int(key.shape[0])
+    reasons = documents.reasons(call.window, *lengths)
+    if reasons:
+        return dataclasses.replace(plan, handler="refused", reasons=tuple(reasons))
+    layout = "" if plan.layout is None else plan.layout.text
+    owned = [ownership(n, plan.ring_shape, layout) for n in lengths]
+    try:
+        rows = tuple(
+            traffic_of(documents, call.window, *owned, rank).given_rows
+            for rank in range(plan.world_size)
+        )
+    except ContextParallelError as error:
+        return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
+    return dataclasses.replace(plan, rows_sent=rows)

@@ -1,0 +1,93 @@
+"""The kernels that stand before those of ``varlen_attn``.
+
+DTensors go to :mod:`cp_dispatch.varlen.rule` while cp_dispatch is enabled. Plain tensors inside
+``context_parallel`` are refused: their call would attend to the shards alone and take cumulative
+lengths of the whole sequence for theirs.
+
+The kernels stay from the first ``enable`` or block on: putting them there and taking them away
+costs a millisecond, at every block. While nothing is on they call on to torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import dynamo_traces, forget_resolved_kernels, is_fake, varlen_ops
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.graph_guards import note_trace
+from cp_dispatch.varlen.call import VarlenCall
+from cp_dispatch.varlen.rule import attend
+
+_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+_installed: list[torch.library.Library] = []
+
+
+def install(current_options, plain_context) -> None:
+    """Stand before torch's kernels, for good.
+
+    ``current_options()`` are those of DTensors or None, ``plain_context()`` says whether plain
+    tensors are shards.
+    """
+    ops = [] if _installed else varlen_ops()
+    if not ops:
+        return
+    # All fetched first: a kernel at one key changes what torch computes for the others.
+    kernels = {
+        (op, key): torch.library.get_kernel(f"torch_attn::{op}", key) for op in ops for key in _KEYS
+    }
+    library = torch.library.Library("torch_attn", "IMPL")
+    _installed.append(library)
+    for (op, key), kernel in kernels.items():
+        before = _before(op, kernel, current_options, plain_context)
+        library.impl(op, before, key, with_keyset=True, allow_override=True)
+    for op in ops:
+        # In inference mode a DTensor's Python key comes before all of them.
+        rule = _inference_rule(op, current_options)
+        torch.library.register_torch_dispatch(f"torch_attn::{op}", DTensor, rule, lib=library)
+        forget_resolved_kernels(getattr(torch.ops.torch_attn, op).default)
+
+
+def _before(op: str, kernel, current_options, plain_context):
+    def varlen_attn(keyset, *args, **kwargs):
+        tensors = *args, *kwargs.values()
+        if any(isinstance(x, DTensor) for x in tensors):
+            options = _options_now(current_options)
+            if options is not None:
+                return _attend(op, options, args, kwargs)
+        # A trace goes on to torch's, and its graph raises where it runs.
+        elif plain_context() is not None and not any(is_fake(x) for x in tensors):
+            raise ContextParallelError(
+                "varlen_attn of plain tensors inside context_parallel, or in a module with the "
+                "style ContextParallel, would attend to this rank's shard alone. Supported there: "
+                "scaled_dot_product_attention, with documents as an attn_mask, and flex_attention, "
+                "with documents in a BlockMask that is among the buffers; supported on DTensors "
+                "with cp_dispatch.enable(): varlen_attn. To attend to local tensors alone, call it "
+                "outside of the block."
+            )
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    return varlen_attn
+
+
+def _inference_rule(op: str, current_options):
+    def rule(cls, func, types, args=(), kwargs=None):
+        options = _options_now(current_options)
+        return NotImplemented if options is None else _attend(op, options, args, kwargs or {})
+
+    return rule
+
+
+def _options_now(current_options):
+    if dynamo_traces() is not None:
+        note_trace("options of cp_dispatch", current_options)
+    return current_options()
+
+
+def _attend(op: str, options, args, kwargs):
+    if op != "_varlen_attn":
+        raise ContextParallelError(
+            "varlen_attn_out is not supported on DTensors, for it writes into a tensor of the "
+            "caller; use varlen_attn, or cp_dispatch.disable()"
+        )
+    return attend(options, VarlenCall(*args, **kwargs))

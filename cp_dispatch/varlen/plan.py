@@ -1,0 +1,132 @@
+"""From a call of ``varlen_attn`` to a plan: how it runs, or every reason why not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import dtensor_spec, is_tracing
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Balancer
+from cp_dispatch.options import Options
+from cp_dispatch.varlen.call import VarlenCall, sharded_dims
+from cp_dispatch.varlen.refusal import refusals
+
+EXCHANGE = "only keys that some row of a rank attends are sent to it, for one kernel call"
+
+
+@dataclass(frozen=True)
+class VarlenPlan:
+    """What happens to one call of ``varlen_attn``.
+
+    Attributes:
+        handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
+        schedule: ``"exchange"``, ranks send each other the keys that their rows attend;
+            ``"local"``, the sequence is not sharded.
+        layout: in which order the shards lie, None for natural order.
+        mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
+        key_row_bytes: bytes that one position of key and value takes on a rank.
+        reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
+        rows_sent: key rows that each rank sends in a forward, where the documents were looked at
+            (:func:`explain_varlen`).
+        call: the call in words.
+    """
+
+    handler: str
+    schedule: str | None = None
+    layout: Balancer | None = None
+    mesh_dims: tuple[int, ...] = ()
+    ring_shape: tuple[int, ...] = ()
+    key_row_bytes: int = 0
+    reasons: tuple[str, ...] = ()
+    rows_sent: tuple[int, ...] | None = None
+    call: str = field(default="", compare=False)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the sequence."""
+        return math.prod(self.ring_shape)
+
+    def bytes_sent(self, rank: int) -> int | None:
+        """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
+        again, and gives back the gradients of what it got. None without a look at the documents."""
+        return None if self.rows_sent is None else self.rows_sent[rank] * self.key_row_bytes
+
+    def error(self) -> ContextParallelError:
+        return ContextParallelError(str(self))
+
+    def __str__(self) -> str:
+        given = ["    " + line for line in self.call.splitlines()]
+        why = [f"  - {reason}" for reason in self.reasons]
+        if self.handler == "refused":
+            head = "cp_dispatch does not support this varlen_attn call."
+            return "\n".join([head, "  given:", *given, "  refused because:", *why])
+        if self.handler == "stock":
+            return "\n".join(["handled by torch as it is", *given, *why])
+        lines = [
+            f"handled by cp_dispatch: varlen_attn, {self.schedule} over {self.world_size} ranks",
+            *given,
+        ]
+        if self.layout is not None:
+            lines.append(f"  order of the sequence: {self.layout.text}")
+        for rank, rows in enumerate(self.rows_sent or ()):
+            size = self.bytes_sent(rank) / 2**20
+            lines.append(f"  rank {rank} sends {rows} rows of keys, {size:.3f} MiB forward")
+        return "\n".join([*lines, *why])
+
+
+_plans: dict[tuple, VarlenPlan] = {}
+_MOST_PLANS = 256
+
+
+def known_plan(options: Options, call: VarlenCall) -> VarlenPlan:
+    """:func:`make_plan`, which takes a tenth of a millisecond, or what it said of a call like this
+    one before."""
+    tensors = call.tensors.values()
+    if is_tracing() or not all(isinstance(x, DTensor) for x in tensors):
+        return make_plan(options, call)
+    starts = tuple(
+        (type(x), getattr(x, "dtype", None), getattr(x, "shape", None), _placements(x))
+        for x in call.starts.values()
+    )
+    rest = call.window_size and tuple(call.window_size), call.is_causal
+    unsupported = (x is None for x in (call.seqused_k, call.block_table, call.num_splits))
+    key = (options, *map(dtensor_spec, tensors), starts, rest, *unsupported)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(options, call)
+        if plan.handler != "refused":
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def _placements(x):
+    return tuple(x.placements) if isinstance(x, DTensor) else None
+
+
+def make_plan(options: Options, call: VarlenCall) -> VarlenPlan:
+    """Decide about a call that involves a DTensor; looks at no data."""
+    reasons = refusals(call, options.layout)
+    if reasons:
+        return VarlenPlan("refused", reasons=tuple(reasons))
+    mesh, ring = call.query.device_mesh, sharded_dims(call.query, 0)
+    schedule, why = "exchange", [EXCHANGE]
+    if not ring:
+        schedule, why = "local", ["the sequence is not sharded"]
+    elif options.schedule not in ("auto", "gather"):
+        why.append(f"the schedule {options.schedule} is for other calls: this one has no choice")
+    sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
+    heads, dim = int(call.key.shape[1]), int(call.key.shape[2])
+    return VarlenPlan(
+        "cp_dispatch",
+        schedule,
+        options.layout if ring else None,
+        ring,
+        tuple(map(mesh.size, ring)),
+        -(-heads // sharers) * 2 * dim * call.key.dtype.itemsize,
+        tuple(why),
+    )

@@ -1,0 +1,163 @@
+"""Every reason to refuse a call of ``varlen_attn``, each with what to do instead.
+
+As in :mod:`cp_dispatch.refusal` the checks look at what all ranks share, so that all refuse alike.
+What is wrong with the documents themselves is found by :mod:`cp_dispatch.varlen.documents`, also
+before any communication, for every rank reads the same lengths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.layouts import Balancer
+from cp_dispatch.refusal import ascends, form_refusals, label
+from cp_dispatch.varlen.call import VarlenCall, sharded_dims
+
+_INFERENCE_ONLY = {
+    "seqused_k": "give lengths by cu_seq_k",
+    "block_table": "give packed keys",
+    "num_splits": "leave it out: pieces of documents would not keep what it promises",
+}
+#: What FlashAttention's kernel takes.
+_CUDA_DTYPES = (torch.float16, torch.bfloat16)
+_MOST_HEAD_DIM = 256
+
+
+def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
+    """All reasons why the call is not supported; none if it is."""
+    reasons = [
+        f"{name} is not supported on DTensors; {instead}"
+        for name, instead in _INFERENCE_ONLY.items()
+        if getattr(call, name) is not None
+    ]
+    form = form_refusals(call)
+    if form:
+        return reasons + form
+    reasons += [*_shape_refusals(call), *_starts_refusals(call)]
+    if all(x.ndim == 3 for x in call.tensors.values()):
+        reasons += _placement_refusals(call)
+    ring = sharded_dims(call.query, 0)
+    if ring and not ascends(call.query.device_mesh, list(ring)):
+        reasons.append(
+            f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
+            "mesh with ascending ranks"
+        )
+    if layout is not None and ring and not reasons:
+        reasons = _layout_refusals(call, layout, ring)
+    return reasons
+
+
+def placements_of_keys(query_placements) -> tuple:
+    """Where key and value lie while a call runs: as the query."""
+    return tuple(p if isinstance(p, Shard) else Replicate() for p in query_placements)
+
+
+def _shape_refusals(call: VarlenCall) -> list[str]:
+    reasons = [
+        f"{name} must have shape [T, H, D], got {list(x.shape)}"
+        for name, x in call.tensors.items()
+        if x.ndim != 3
+    ]
+    if reasons:
+        return reasons
+    query, key, value = (tuple(map(int, x.shape)) for x in call.tensors.values())
+    if key != value:
+        reasons.append(f"key and value must have one shape, got {list(key)} and {list(value)}")
+    if query[2] != key[2]:
+        reasons.append(f"head dims differ: query {query[2]}, key {key[2]}")
+    if not key[1] or query[1] % key[1]:
+        reasons.append(f"query's {query[1]} heads are no multiple of key's {key[1]}")
+    dtype = call.query.dtype
+    if not dtype.is_floating_point:
+        reasons.append(f"query is {dtype}; cast to a floating dtype")
+    if call.query.device_mesh.device_type == "cuda":
+        if dtype not in _CUDA_DTYPES:
+            reasons.append(f"query is {dtype}; torch's kernel takes float16 and bfloat16")
+        if query[2] % 8 or query[2] > _MOST_HEAD_DIM:
+            reasons.append(
+                f"the head dim is {query[2]}; torch's kernel takes multiples of 8 up to "
+                f"{_MOST_HEAD_DIM}"
+            )
+    return reasons
+
+
+def _starts_refusals(call: VarlenCall) -> list[str]:
+    reasons = []
+    for name, x in call.starts.items():
+        if x is None:
+            reasons.append(f"{name} is None; give the cumulative lengths of all documents")
+            continue
+        if x.dtype is not torch.int32 or x.ndim != 1 or not x.numel():
+            reasons.append(
+                f"{name} must be int32 of shape [documents + 1], got {x.dtype} {list(x.shape)}"
+            )
+        if isinstance(x, DTensor) and not all(type(p) is Replicate for p in x.placements):
+            reasons.append(
+                f"{name} is placed {x.placements}; give it whole, replicated or as a plain tensor"
+            )
+    if call.window_size is not None and len(call.window_size) != 2:
+        reasons.append(f"window_size must be (left, right), got {call.window_size}")
+    return reasons
+
+
+def _placement_refusals(call: VarlenCall) -> list[str]:
+    reasons = []
+    query, mesh = call.query, call.query.device_mesh
+    for dim, wanted in enumerate(query.placements):
+        where = label(query, dim)
+        if type(wanted) not in (Shard, Replicate) or getattr(wanted, "dim", 0) > 1:
+            reasons.append(
+                f"query is {wanted} on {where}; supported are Shard(0), the packed sequence, "
+                "Shard(1), heads, and Replicate()"
+            )
+            continue
+        for name in ("key", "value"):
+            placement = getattr(call, name).placements[dim]
+            if placement != wanted and type(placement) not in (Replicate, Partial):
+                reasons.append(
+                    f"{name} is {placement} on {where} where query is {wanted}; redistribute it to "
+                    f"{wanted} or Replicate()"
+                )
+    if call.query.shape[1] != call.key.shape[1]:
+        ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
+        for name in ("query", "key"):
+            heads = getattr(call, name).shape[1]
+            if heads % ranks:
+                reasons.append(
+                    f"{name}'s {heads} heads do not divide over the {ranks} ranks that share "
+                    "heads, which grouped heads need; use fewer ranks for heads"
+                )
+    return reasons
+
+
+def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) -> list[str]:
+    if layout.world_size == 1:
+        return []
+    shape = tuple(map(call.query.device_mesh.size, ring))
+    named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
+    other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
+    if math.prod(shape) != layout.world_size:
+        return [f"{math.prod(shape)} ranks share the sequence, the layout is {named}"]
+    if layout.rows > 1:
+        return [
+            f"the layout has {layout.rows} batch rows of their own, a packed sequence is one; make "
+            "the layout of the packed sequence"
+        ]
+    reasons = [
+        f"{name} of length {x.shape[0]} is sharded, the layout is {named}; {other} (or was the "
+        "DTensor made of uneven shards without its global shape and stride?)"
+        for name, x in call.tensors.items()
+        if x.shape[0] != layout.seq_len
+    ]
+    natural = ownership(layout.seq_len, shape)
+    rows = tuple(map(natural.rows, range(natural.world_size)))
+    if not reasons and rows != layout.shard_lengths:
+        reasons.append(
+            f"sharding over mesh dims of sizes {list(shape)} gives the ranks {rows} positions, "
+            f"the layout {layout.shard_lengths}; use a length that they divide"
+        )
+    return reasons

@@ -1,0 +1,144 @@
+"""Which keys move between which ranks, and where they lie on the rank that takes them.
+
+Every rank works all of it out from the same documents, so nobody asks anybody. Only keys that some
+row of a rank attends are moved: documents that ranks do not share move nothing. On their taker they
+lie *compact*: those of rank 0, of rank 1, and so on, each in the order of their owner's shard, and
+this rank's own where its turn is. In natural order that is their true order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.ownership import Ownership
+from cp_dispatch.layouts import Span
+from cp_dispatch.varlen.documents import Documents, Piece, Window, pieces_of, union
+
+#: Rows of keys that a kernel may be given for each different one of them.
+_MOST_COPIES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The moves of one rank.
+
+    Attributes:
+        pieces: what it attends, see Note [Pieces].
+        home: rows of its own shard that are among its compact keys.
+        gives: for each rank the rows of its shard that it sends there, none for itself.
+        takes: how many rows come from each rank; for itself those of ``home``.
+        places: runs of positions among its compact keys, ascending, each with its first row there.
+        moves: whether any rank sends anything to another.
+        rows: how many keys it owns.
+    """
+
+    pieces: tuple[Piece, ...]
+    home: tuple[Span, ...]
+    gives: tuple[tuple[Span, ...], ...]
+    takes: tuple[int, ...]
+    places: tuple[tuple[Span, int], ...]
+    moves: bool
+    rows: int
+
+    def compact(self, position: int, length: int) -> list[Span]:
+        """Where a run of positions lies among the compact keys, in its order."""
+        found: list[Span] = []
+        index = bisect_right(self.places, position, key=lambda place: place[0].position) - 1
+        while length:
+            (start, count), row = self.places[index]
+            here = min(length, start + count - position)
+            append(found, row + position - start, here)
+            position, length, index = position + here, length - here, index + 1
+        return found
+
+    @property
+    def given_rows(self) -> int:
+        """Rows that this rank sends in a forward."""
+        return sum(span.length for spans in self.gives for span in spans)
+
+
+def traffic_of(
+    documents: Documents, window: Window, queries: Ownership, keys: Ownership, rank: int
+) -> Traffic:
+    """The moves of ``rank``.
+
+    Raises:
+        ContextParallelError: on every rank, where a layout cuts documents into so many runs that
+            some rank would hold every key many times.
+    """
+    ranks = range(keys.world_size)
+    pieces = [tuple(pieces_of(documents, window, queries.spans(r))) for r in ranks]
+    needs = [union([Span(x.key, x.keys) for x in own]) for own in pieces]
+    for own, needed in zip(pieces, needs, strict=True):
+        _check_copies(own, needed)
+    owned = [keys.spans(r) for r in ranks]
+    gives = [_rows(owned[rank], needs[taker]) for taker in ranks]
+    places, takes = [], []
+    for owner in ranks:
+        start = sum(takes)
+        came = list(overlaps(owned[owner], needs[rank]))
+        for _, span in came:
+            places.append((span, start))
+            start += span.length
+        takes.append(sum(span.length for _, span in came))
+    return Traffic(
+        pieces[rank],
+        gives[rank],
+        tuple(() if taker == rank else gives[taker] for taker in ranks),
+        tuple(takes),
+        tuple(sorted(places)),
+        any(_length(needs[r]) > _length(_rows(owned[r], needs[r])) for r in ranks),
+        keys.rows(rank),
+    )
+
+
+def _check_copies(pieces: Sequence[Piece], needed: Sequence[Span]) -> None:
+    held = sum(piece.keys for piece in pieces)
+    if held > _MOST_COPIES * _length(needed):
+        raise ContextParallelError(
+            f"varlen_attn: in this layout a rank's rows are {len(pieces)} runs of documents, which "
+            f"attend {_length(needed)} keys {held} times, and the kernel takes keys for each run; "
+            "use PerDocumentHeadTail with the lengths of these documents, HeadTail, or natural "
+            "order, enabled(layout=None)"
+        )
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(span.length for span in spans)
+
+
+def _rows(owned: Sequence[Span], needed: Sequence[Span]) -> tuple[Span, ...]:
+    """Rows of a shard that are needed."""
+    found: list[Span] = []
+    for row, span in overlaps(owned, needed):
+        append(found, row, span.length)
+    return tuple(found)
+
+
+def overlaps(owned: Sequence[Span], needed: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Positions in both, ascending, with their first row in the shard of the owner; both hold
+    runs in ascending order."""
+    index = row = 0
+    for position, length in owned:
+        stop = position + length
+        while index < len(needed) and sum(needed[index]) <= position:
+            index += 1
+        at = index
+        while at < len(needed) and needed[at].position < stop:
+            first, last = max(position, needed[at].position), min(stop, sum(needed[at]))
+            yield row + first - position, Span(first, last - first)
+            at += 1
+        row += length
+
+
+def append(spans: list[Span], start: int, length: int) -> None:
+    """One more run, joined to the last one where it follows it."""
+    if not length:
+        return
+    if spans and sum(spans[-1]) == start:
+        spans[-1] = Span(spans[-1].position, spans[-1].length + length)
+    else:
+        spans.append(Span(start, length))

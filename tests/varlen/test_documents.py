@@ -1,0 +1,131 @@
+"""Pieces and moves on integers, the ops by torch's own checks, and what ``explain_varlen`` says."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
+
+import cp_dispatch
+from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.layouts import Span
+from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
+from cp_dispatch.varlen.ops import BACKWARD, FORWARD
+from cp_dispatch.varlen.traffic import overlaps, traffic_of
+from tests.ranks import fake_ranks, outline
+from tests.varlen.problems import VarlenProblem
+
+
+def starts(lengths) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))
+
+
+def band(rows: int, keys: int, window) -> torch.Tensor:
+    """What torch's kernel lets rows see, aligned at the bottom right."""
+    after = torch.arange(keys) - torch.arange(rows).unsqueeze(1) - (keys - rows)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if window.left >= 0:
+        seen &= after >= -window.left
+    if window.right >= 0:
+        seen &= after <= window.right
+    return seen
+
+
+@st.composite
+def calls(draw):
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    window = Window(draw(st.integers(-1, 6)), draw(st.integers(-1, 6)))
+    fewer = window.right == 0 or window.is_full
+    keys = [n + draw(st.integers(-3 if fewer else 0, 5)) for n in lengths]
+    keys = lengths if draw(st.booleans()) else [max(0, n) for n in keys]
+    ranks = draw(st.integers(1, 4))
+    rest = draw(st.integers(0, 3))
+    layout = ""
+    if sum(lengths) == sum(keys) and sum(lengths) + rest >= 1 and draw(st.booleans()):
+        layout = cp_dispatch.HeadTail(sum(lengths) + rest, ranks).text
+    return lengths, keys, window, ranks, rest, layout
+
+
+@settings(max_examples=300)
+@given(calls())
+def test_pieces_see_what_their_rows_see(call):
+    lengths, key_lengths, window, ranks, rest, layout = call
+    documents = Documents(starts(lengths), starts(key_lengths))
+    queries, keys = (ownership(sum(n) + rest, (ranks,), layout) for n in (lengths, key_lengths))
+    assert documents.reasons(window, queries.length, keys.length) == []
+    whole = torch.zeros(queries.length, keys.length, dtype=torch.bool)
+    for i, (n, m) in enumerate(zip(lengths, key_lengths, strict=True)):
+        row, start = documents.queries[i], documents.keys[i]
+        whole[row : row + n, start : start + m] = band(n, m, window)
+    sent = taken = 0
+    for rank in range(ranks):
+        owned = [p for span in queries.spans(rank) for p in range(span[0], sum(span))]
+        mine = torch.zeros(len(owned), keys.length, dtype=torch.bool)
+        for piece in pieces_of(documents, window, queries.spans(rank)):
+            part = band(piece.rows, piece.keys, window.shifted(piece.shift))
+            rows = slice(piece.row, piece.row + piece.rows)
+            mine[rows, piece.key : piece.key + piece.keys] |= part
+        assert torch.equal(mine, whole[owned])
+        traffic = traffic_of(documents, window, queries, keys, rank)
+        # Keys that some row sees, and none else, come; where they lie is where they are looked for.
+        needed = mine.any(0).nonzero().flatten().tolist()
+        compact = {}
+        for (position, length), row in traffic.places:
+            compact |= {position + i: row + i for i in range(length)}
+        assert sorted(compact) == needed
+        assert (
+            sorted(compact.values()) == list(range(len(needed))) == list(range(sum(traffic.takes)))
+        )
+        sent += traffic.given_rows
+        taken += sum(traffic.takes) - traffic.takes[rank]
+        for piece in traffic.pieces:
+            found = [r for s in traffic.compact(piece.key, piece.keys) for r in range(s[0], sum(s))]
+            assert found == [compact[piece.key + i] for i in range(piece.keys)]
+        assert traffic.moves or not taken
+    assert sent == taken
+
+
+def test_union_and_overlaps():
+    spans = [Span(5, 3), Span(0, 2), Span(6, 6), Span(2, 1), Span(20, 0)]
+    assert union(spans) == (Span(0, 3), Span(5, 7))
+    owned = (Span(1, 3), Span(8, 10))
+    assert list(overlaps(owned, union(spans))) == [(0, Span(1, 2)), (3, Span(8, 4))]
+
+
+def test_opcheck():
+    problem = VarlenProblem((3, 0, 5), (4, 2, 5), heads=2, key_heads=1, rest=1)
+    *tensors, grad = problem.tensors()
+    leaves = [x.requires_grad_() for x in tensors]
+    options = [*problem.starts(), [2, 0], None, *problem.totals, [], 0, "", ""]
+    torch.library.opcheck(FORWARD, (*leaves, *options))
+    out, lse = (x.detach() for x in FORWARD(*leaves, *options))
+    for key_grad in (True, False):
+        arguments = grad, *(x.detach() for x in leaves), out, lse, *options, key_grad
+        torch.library.opcheck(BACKWARD, arguments)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    assert torch.autograd.gradcheck(lambda *x: FORWARD(*x, *options)[0], wide)
+
+
+def test_explain():
+    cu_seq = torch.tensor([0, 6, 16, 24, 39, 48], dtype=torch.int32)
+    other = torch.tensor([0, 6, 16, 24, 39, 50], dtype=torch.int32)
+    with fake_ranks(4) as mesh:
+        query = outline(mesh, (48, 4, 8), (Shard(0),))
+        key = outline(mesh, (48, 2, 8), (Shard(0),))
+        assert cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq).handler == "stock"
+        with cp_dispatch.enabled(schedule="ring"):
+            plan = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq, window_size=(-1, 0))
+            wrong = cp_dispatch.explain_varlen(query, key, key, cu_seq, other)
+            refused = cp_dispatch.explain_varlen(query.double(), key, key, cu_seq, cu_seq)
+    assert (plan.handler, plan.schedule, plan.rows_sent) == (
+        "cp_dispatch",
+        "exchange",
+        (6, 0, 12, 0),
+    )
+    assert plan.bytes_sent(2) == 12 * 2 * 2 * 8 * 4
+    assert "rank 2 sends 12 rows of keys" in str(plan) and "schedule ring" in str(plan)
+    assert wrong.handler == refused.handler == "refused"
+    assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
