@@ -8,9 +8,9 @@ autograd keys, so it sees each call once, however the function was imported. A c
 DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
 off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
 calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
-exactly: DTensor's tables hold rules of our own ops alone, from the import on. (What
-``context_parallel`` blocks put before ``varlen_attn`` stays, and passes on calls outside of
-blocks.) While enabled,
+exactly: DTensor's tables hold rules of our own ops alone, from the import on. (What stands before
+``varlen_attn`` goes with :func:`disable` alone; after blocks it stays and passes calls on.) While
+enabled,
 ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override. Graphs that
 torch.compile made are guarded, see Note [Guards].
 
@@ -94,6 +94,8 @@ def disable() -> None:
     with _lock:
         _stack.set(None)
         _sync()
+        if not _installed:
+            varlen.remove()
 
 
 def is_enabled() -> bool:

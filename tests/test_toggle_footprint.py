@@ -40,6 +40,7 @@ def footprint():
     return fresh_python("""
         import json, os, threading, warnings
         import torch
+        import torch.nn.attention.varlen
         import torch.nn.functional as F
         from torch.distributed.tensor import DTensor
         from torch._library.simple_registry import singleton
@@ -51,6 +52,7 @@ def footprint():
             rules = singleton.find("aten::scaled_dot_product_attention").torch_dispatch_rules
             return {
                 "dispatch": torch._C._dispatch_dump("aten::scaled_dot_product_attention"),
+                "varlen_attn": torch._C._dispatch_dump("torch_attn::_varlen_attn"),
                 "python kernels": sorted(map(str, op.py_kernels)),
                 "DTensor rule": str(rules.find(DTensor)),
                 "function": str(F.scaled_dot_product_attention),
@@ -78,6 +80,8 @@ def footprint():
         with cp_dispatch.enabled(), cp_dispatch.enabled(schedule="ring"):
             F.scaled_dot_product_attention(q, q, q)
         states.append(state())
+        cp_dispatch.disable()
+        states.append(state())
         print(json.dumps(states))
     """)
 
@@ -88,10 +92,12 @@ def test_importing_changes_nothing(footprint):
 
 
 def test_enable_puts_one_override_in_and_disable_takes_it_out(footprint):
-    before, _, on, off, off_again = footprint
+    before, _, on, off, after_blocks, off_again = footprint
     assert on["dispatch"] != before["dispatch"] and on["DTensor rule"] != "None"
     assert on["tables"] == before["tables"]
     assert off == before and off_again == before
+    # Blocks leave what stands before varlen_attn, which costs a millisecond to put there.
+    assert {name for name in before if after_blocks[name] != before[name]} <= {"varlen_attn"}
 
 
 def tables() -> dict:

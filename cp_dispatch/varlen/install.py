@@ -4,8 +4,8 @@ DTensors go to :mod:`cp_dispatch.varlen.rule` while cp_dispatch is enabled. Plai
 ``context_parallel`` are refused: their call would attend to the shards alone and take cumulative
 lengths of the whole sequence for theirs.
 
-The kernels stay from the first ``enable`` or block on: putting them there and taking them away
-costs a millisecond, at every block. While nothing is on they call on to torch's.
+The kernels stay from the first ``enable`` or block on, until ``disable``: putting them there and
+taking them away costs a millisecond, at every block. While nothing is on they call on to torch's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _installed: list[torch.library.Library] = []
 
 
 def install(current_options, plain_context) -> None:
-    """Stand before torch's kernels, for good.
+    """Stand before torch's kernels, until :func:`remove`.
 
     ``current_options()`` are those of DTensors or None, ``plain_context()`` says whether plain
     tensors are shards.
@@ -46,6 +46,14 @@ def install(current_options, plain_context) -> None:
         rule = _inference_rule(op, current_options)
         torch.library.register_torch_dispatch(f"torch_attn::{op}", DTensor, rule, lib=library)
         forget_resolved_kernels(getattr(torch.ops.torch_attn, op).default)
+
+
+def remove() -> None:
+    """Leave torch's kernels as they were."""
+    if _installed:
+        _installed.pop()._destroy()
+        for op in varlen_ops():
+            forget_resolved_kernels(getattr(torch.ops.torch_attn, op).default)
 
 
 def _before(op: str, kernel, current_options, plain_context):
