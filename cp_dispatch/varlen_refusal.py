@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import forget_resolved_kernels, is_fake, varlen_ops
+from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
@@ -41,14 +42,17 @@ def _before(kernel, plain_context):
     def varlen_attn(keyset, *args, **kwargs):
         # A trace goes on to torch's, and its graph raises where it runs.
         ours = not any(isinstance(x, DTensor) or is_fake(x) for x in args)
-        if ours and plain_context() is not None:
-            raise ContextParallelError(
+        context = plain_context() if ours else None
+        if context is not None:
+            error = ContextParallelError(
                 "varlen_attn of plain tensors inside context_parallel, or in a module with the "
                 "style ContextParallel, would attend to this rank's shard alone. Supported there: "
                 "scaled_dot_product_attention, with documents as an attn_mask, and flex_attention, "
                 "with documents in a BlockMask that is among the buffers. To attend to local "
                 "tensors alone, call it outside of the block."
             )
+            tell_refusal(context.mesh, error)
+            raise error
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     return varlen_attn
