@@ -57,7 +57,8 @@ def attend_plain(
         raise
     if call is None:
         return NotImplemented
-    shares = _shares(context, given, call.attn_mask)
+    even = not context.uneven
+    shares = even_shares(context, call) if even else _told_shares(context, given, call)
     lengths = shares.lengths
     try:
         plan, sharded_dim = decided(context, given, call, shares)
@@ -68,7 +69,7 @@ def attend_plain(
         raise
     if debug_is_on():
         check_agreement(
-            Options(context.schedule, plan.layout), _spread_call(mesh, call, lengths, sharded_dim)
+            Options(context.schedule, plan.layout), spread_call(mesh, call, lengths, sharded_dim)
         )
     mask = call.attn_mask
     if mask is not None:
@@ -149,16 +150,27 @@ def _check_form(context: PlainContext, call: Call) -> None:
                 )  # fmt: skip
 
 
-def _shares(context: PlainContext, call: Call, mask) -> Shares:
+def even_shares(context: PlainContext, call: Call) -> Shares:
+    """What ranks hold where all hold as much as this one."""
+    local, of_mask = _own_lengths(call)
+    world_size = context.mesh.size()
+    lengths = local[0] * world_size, local[1] * world_size
+    return Shares(lengths, ([local[0]], [local[1]]), ([of_mask[0]], [of_mask[1]]))
+
+
+def _own_lengths(call: Call) -> tuple[tuple[int, int], tuple[int, int]]:
+    """This rank's rows of query and key, and the mask's rows and keys."""
+    local, mask = tuple(int(x.shape[2]) for x in (call.query, call.key)), call.attn_mask
+    return local, (1, 1) if mask is None else (int(mask.shape[ROWS]), int(mask.shape[KEYS]))
+
+
+def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
+    """What ranks hold, by asking them."""
     mesh, world_size = context.mesh, context.mesh.size()
-    local = int(call.query.shape[-2]), int(call.key.shape[-2])
-    of_mask = (1, 1) if mask is None else (int(mask.shape[ROWS]), int(mask.shape[KEYS]))
-    if not context.uneven:
-        lengths = local[0] * world_size, local[1] * world_size
-        return Shares(lengths, ([local[0]], [local[1]]), ([of_mask[0]], [of_mask[1]]))
+    local, of_mask = _own_lengths(call)
     if is_tracing():
         refuse(
-            context, call,
+            context, given,
             "a buffer has a length that the ranks do not divide, so ranks tell each other their "
             "lengths, which torch.compile cannot trace; pad the buffers",
         )  # fmt: skip
@@ -172,7 +184,7 @@ def _shares(context: PlainContext, call: Call, mask) -> Shares:
         shares = [span.length for span in chunk(Span(0, sum(own)), world_size)]
         if own != shares:
             refuse(
-                context, call,
+                context, given,
                 f"the ranks hold {own} rows, torch.chunk gives them {shares} of {sum(own)}",
             )  # fmt: skip
     lengths = sum(of_ranks[0]), sum(of_ranks[1])
@@ -226,7 +238,7 @@ def _plan_of(context, call: Call, sharded_dim, layout, lengths) -> Plan:
     )  # fmt: skip
 
 
-def _spread_call(mesh, call: Call, lengths, sharded_dim: int | None) -> Call:
+def spread_call(mesh, call: Call, lengths, sharded_dim: int | None) -> Call:
     """The call on the DTensors of which the shards are parts: the same on every rank."""
     tensors = zip(call.tensors.items(), (lengths[0], lengths[1], lengths[1]), strict=True)
     spread = {name: _spread(mesh, x, ROWS, length) for (name, x), length in tensors}

@@ -225,10 +225,11 @@ class ContextParallel(ParallelStyle):
             if around is not None and around.mesh == mesh:
                 balancer, known = around.balancer, around.order_is_known
                 uneven |= around.uneven
+                whole = [*whole, *around.whole_lengths]
             else:
                 balancer = None if options is None else options.layout
         own = None if own is None else frozenset(own)
-        return PlainContext(mesh, schedule, balancer, known, uneven, own, window)
+        return PlainContext(mesh, schedule, balancer, known, uneven, own, window, tuple(whole))
 
     def _has_sequence(self, x: torch.Tensor) -> bool:
         return -x.ndim <= self.seq_dim < x.ndim

@@ -117,6 +117,7 @@ def context_parallel(
         balancer,
         order_is_known=bool(buffers) or balancer != "auto",
         uneven=any(length % mesh.size() for length in lengths),
+        whole_lengths=tuple(lengths),
     )
     with plain_shards(context), no_fast_path(), _swapped(buffers, shards, keep):
         yield
