@@ -8,8 +8,8 @@ Importing changes nothing of torch; ``enable()`` does, and ``disable()`` undoes 
 
 from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas
 from cp_dispatch import sharding as _sharding  # noqa: F401  registers the DTensor rules
-from cp_dispatch.decide import explain
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.explain_call import explain
 from cp_dispatch.flex.create import create_cp_block_mask
 from cp_dispatch.flex.explain import explain_flex
 from cp_dispatch.flex.plan import FlexPlan

@@ -12,6 +12,9 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack as outside_functorch,
+)
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
@@ -69,6 +72,7 @@ __all__ = [
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "outside_functorch",
     "plain_kernel",
     "profiler_is_on",
     "register_op_strategy",

@@ -2,7 +2,8 @@
 
 With ``CP_DISPATCH_DEBUG=1`` every call begins with one exchange of 32 bytes per rank and mesh dim.
 Ranks that disagree on shapes, dtypes, placements or options would otherwise wait for each other
-for ever; here all of them raise, and say what each one has.
+for ever; here all of them raise, and say what each one has. A rank that refuses its call before
+that says so in the same exchange.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch._compat import dtensor_spec, is_tracing, local_tensor
+from cp_dispatch._compat import dtensor_spec, is_tracing, local_tensor, outside_functorch
 from cp_dispatch.call import Call
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.errors import ContextParallelError
@@ -34,18 +36,66 @@ def check_agreement(options: Options, call: Call) -> None:
     agree("scaled_dot_product_attention", _signature(options, call), _tensors(call))
 
 
-def agree(what: str, text: str, tensors) -> None:
+def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None:
     """Raise on every rank of the mesh if its ranks' texts about a call differ, or if a DTensor
-    among ``tensors`` has a shard that its global shape does not imply."""
+    among ``tensors`` has a shard that its global shape does not imply.
+
+    ``mesh`` is that of the first DTensor, if it is not given.
+    """
     wholes = [x for x in tensors if isinstance(x, DTensor)]
-    mesh = wholes[0].device_mesh
-    if mesh.get_coordinate() is None:
-        return
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-    digest = digest.to(mesh.device_type)
     # Shards that do not have the shapes that their global shape implies are wrong even if all
     # ranks agree on that.
     wrong = not all(map(local_shape_fits, wholes))
+    texts = _compare(wholes[0].device_mesh if mesh is None else mesh, text, wrong)
+    if texts is None:
+        return
+    given = "\n".join(
+        f"  rank {rank}{' refused' if _is_refusal(texts[rank]) else ''}:\n{texts[rank]}"
+        for rank in sorted(texts)
+    )
+    refusing = [rank for rank in sorted(texts) if _is_refusal(texts[rank])]
+    if refusing:
+        head, advice = (
+            f"rank {', '.join(map(str, refusing))} refused this {what} call, so all ranks raise",
+            "Make the call on every rank one that is supported.",
+        )
+    else:
+        head, advice = (
+            f"the ranks do not agree on this {what} call",
+            "Make every rank of the mesh call with the same global shapes, dtypes, placements and "
+            "options.",
+        )
+    raise ContextParallelError(
+        f"{head} (CP_DISPATCH_DEBUG=1 found it, nothing was computed).\n{given}\n  {advice}"
+    )
+
+
+def tell_refusal(mesh: DeviceMesh, error: ContextParallelError) -> None:
+    """In the debug mode, take part in the exchange with which the other ranks' call begins, so that
+    they raise as well; the caller raises ``error``."""
+    if debug_is_on():
+        with outside_functorch():
+            _compare(mesh, f"{_REFUSAL}{_indented(str(error))}", False)
+
+
+_REFUSAL = "    raised ContextParallelError:\n"
+
+
+def _is_refusal(text: str) -> bool:
+    return text.startswith(_REFUSAL)
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def _compare(mesh: DeviceMesh, text: str, wrong: bool) -> dict[int, str] | None:
+    """The texts of all ranks, if they differ or something is ``wrong`` on one of them, else None;
+    None also on a rank that is not in the mesh."""
+    if mesh.get_coordinate() is None:
+        return None
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    digest = digest.to(mesh.device_type)
     differ = torch.full((), int(wrong), dtype=torch.int32, device=mesh.device_type)
     # Dim after dim, so that a difference anywhere in the mesh reaches every rank.
     for dim in range(mesh.ndim):
@@ -55,20 +105,14 @@ def agree(what: str, text: str, tensors) -> None:
         differ += sum((other != digest).any().to(torch.int32) for other in every)
         dist.all_reduce(differ, dist.ReduceOp.MAX, group=group)
     if not differ.item():
-        return
+        return None
     texts = {}
     for dim in range(mesh.ndim):
         every = [None] * mesh.size(dim)
         dist.all_gather_object(every, {dist.get_rank(): text} | texts, group=mesh.get_group(dim))
         for part in every:
             texts |= part
-    given = "\n".join(f"  rank {rank}:\n{texts[rank]}" for rank in sorted(texts))
-    raise ContextParallelError(
-        f"the ranks do not agree on this {what} call "
-        f"(CP_DISPATCH_DEBUG=1 found it, nothing was computed).\n{given}\n"
-        "  Make every rank of the mesh call with the same global shapes, dtypes, placements and "
-        "options."
-    )
+    return texts
 
 
 def _tensors(call: Call) -> tuple:
@@ -87,7 +131,7 @@ def _signature(options: Options, call: Call) -> str:
         f"seed of dropout: {_seed(call) if call.dropout_p > 0 else None}",
         f"local shards have the shapes that the global shapes imply: {fits}",
     ]
-    return "\n".join("    " + line for text in lines for line in text.splitlines())
+    return _indented("\n".join(lines))
 
 
 def _device_kind(call: Call) -> str:

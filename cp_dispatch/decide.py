@@ -13,14 +13,9 @@ from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.call import Call
 from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.layout_rules import layout_refusals, mask_order
-from cp_dispatch.normalize import (
-    autocast,
-    four_dims,
-    without_causal_bias,
-)
 from cp_dispatch.options import Options
 from cp_dispatch.plan import Plan
-from cp_dispatch.planner import choose, constants_here, with_predictions
+from cp_dispatch.planner import choose, constants_here
 from cp_dispatch.refusal import (
     context_dims,
     form_refusals,
@@ -28,7 +23,6 @@ from cp_dispatch.refusal import (
     unsharded_refusals,
 )
 from cp_dispatch.sharding import sequence_kinds, target_placements
-from cp_dispatch.transport import carrier
 from cp_dispatch.why_not import reasons_against
 
 
@@ -39,7 +33,7 @@ def make_plan(options: Options | None, call: Call) -> Plan:
     if plan is None:
         plan = _decide(options, call)
         if plan.handler == "refused":
-            return _in_words(plan, call)
+            return in_words(plan, call)
         _tell(plan, call)
         if key is not None:
             if len(_plans) >= _MAX_PLANS:
@@ -60,7 +54,7 @@ def _tell(plan: Plan, call: Call) -> None:
         logger.info("%s", dataclasses.replace(plan, call=call.describe()))
 
 
-def _in_words(plan: Plan, call: Call) -> Plan:
+def in_words(plan: Plan, call: Call) -> Plan:
     """The plan with what only people read."""
     against = reasons_against(_local_call(call), plan.backend) if plan.shards else {}
     return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
@@ -221,44 +215,3 @@ def _hint(size) -> int:
     """A size's value in a trace, without a guard: which kernel fits does not hang on it."""
     node = getattr(size, "node", None)
     return int(size) if node is None or not node.has_hint() else int(node.hint)
-
-
-def explain(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
-    attn_mask=None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Plan:
-    """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
-
-    Takes the arguments of the call and returns a :class:`Plan`, which prints well. Computes
-    nothing (but autocast's casts, where that is on) and does not communicate; a call that would
-    raise gives a plan with all the reasons.
-    """
-    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    if not torch.is_inference_mode_enabled():
-        return _explain(*arguments)
-    # Python cannot see tensors made outside of inference mode in other dims inside.
-    with torch.inference_mode(False), torch.no_grad():
-        return _explain(*arguments)
-
-
-def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Plan:
-    from cp_dispatch.toggle import current_options
-
-    query, key, value = (autocast(x) for x in (query, key, value))
-    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if not any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
-        return Plan("stock", reasons=("no argument is a DTensor",), call=call.describe())
-    four = four_dims(without_causal_bias(call))
-    plan = _in_words(make_plan(current_options(), four), four)
-    if plan.handler == "cp_dispatch" and four.attn_mask is None and not four.dropout_p:
-        plan = with_predictions(plan, query.device_mesh.device_type, False)
-    if plan.handler == "cp_dispatch":
-        moved = carrier(query, plan.schedule, plan.mesh_dims)
-        plan = dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
-    return dataclasses.replace(plan, call=call.describe())

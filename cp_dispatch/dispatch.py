@@ -16,7 +16,7 @@ from cp_dispatch._compat import (
     local_tensor,
     save_in_traced_checkpoints,
 )
-from cp_dispatch.agreement import check_agreement, debug_is_on
+from cp_dispatch.agreement import check_agreement, debug_is_on, tell_refusal
 from cp_dispatch.call import Call
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.decide import make_plan
@@ -164,9 +164,11 @@ def _refuse_functorch(tensors) -> None:
         while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
             tensor = get_unwrapped(tensor)
             if isinstance(tensor, DTensor):
-                raise ContextParallelError(
+                error = ContextParallelError(
                     "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
                     "grad, jvp). Given: scaled_dot_product_attention on a DTensor inside a "
                     "transform. Supported: autograd. Use torch.autograd.grad, or "
                     "cp_dispatch.disable()."
                 )
+                tell_refusal(tensor.device_mesh, error)
+                raise error

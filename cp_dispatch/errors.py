@@ -1,4 +1,4 @@
-"""The one error type that users see."""
+"""The error type to catch, and what it also is where torch's own functions raise others."""
 
 
 class ContextParallelError(RuntimeError):
@@ -7,3 +7,11 @@ class ContextParallelError(RuntimeError):
     It is raised on every rank alike: each decision behind it depends only on what all ranks
     share (global shapes, placements, dtypes, options), never on local data.
     """
+
+
+class ContextParallelValueError(ContextParallelError, ValueError):
+    """An argument that torch's functions of the same name refuse with a ValueError."""
+
+
+class ContextParallelNotImplementedError(ContextParallelError, NotImplementedError):
+    """An argument that torch's functions of the same name refuse with a NotImplementedError."""

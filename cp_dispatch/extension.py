@@ -1,7 +1,7 @@
 """Loads the optional extension: kernels in C++ (``cp_dispatch._C``) and CUDA (``._C_cuda``).
 
 They register themselves for ``torch.ops.cp_dispatch``. Without them the ops run their Python
-twins, which are their specification, and one line of the log says why.
+twins, which are their specification, and one line of the log says why, by torchrun one a host.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def _load_module(name: str) -> str:
 
 
 def _report(what: str, reason: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # the host's first rank says it
     # What was asked for is no reason to warn.
     level = logging.INFO if reason.startswith("CP_DISPATCH_USE_CPP") else logging.WARNING
     logger.log(level, "cp_dispatch runs without its %s: %s", what, reason)

@@ -8,7 +8,8 @@ a shard: a sliding window longer than the shard would be left out, a shorter one
 another does not. So while a block is on, the function that makes masks for ``"sdpa"``, which
 transformers lets anyone replace, is ours. The ranks first tell each other what they have, in one
 small exchange for each mask (one or two in a forward, none in a layer). Then all leave the mask
-out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise.
+out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise; also
+where the model has wrong positions, of which masks say nothing (hf_positions.py).
 
 Masks that the caller prepares (4-D, or a dict of one for each kind of layer) never come here.
 """
@@ -22,6 +23,7 @@ import torch
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero
 from cp_dispatch.layouts import Span, unshard
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import PlainContext
@@ -34,7 +36,7 @@ _NAMES = {
 _installed: list[tuple] = []  # transformers' table, its function, ours
 
 READY = (
-    "or pass the model attention masks that are ready: a 4-D boolean tensor [B, 1, S, S], or for a "
+    "pass the model attention masks that are ready: a 4-D boolean tensor [B, 1, S, S], or for a "
     "model with several kinds of layers a dict of them by the names in config.layer_types"
 )
 
@@ -75,14 +77,15 @@ def _mask(context: PlainContext, theirs, given: dict):
     if not _NAMES <= given.keys():
         raise ContextParallelError(
             "this version of transformers makes its masks from other arguments than those that "
-            f"cp_dispatch knows, {sorted(given)}; use transformers 5.24, {READY}"
+            f"cp_dispatch knows, {sorted(given)}; use transformers 5.24, or {READY}"
         )
     rows, keys, padding = given["q_length"], given["kv_length"], given["attention_mask"]
     skips = given["allow_is_causal_skip"], given["allow_is_bidirectional_skip"]
     offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
     mesh = context.mesh
-    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None))
-    of_rows, of_keys, special, cached, padded = ranks
+    from_zero = count_from_zero(rows)
+    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None, from_zero))
+    of_rows, of_keys, special, cached, padded, counted = ranks
     total = sum(of_rows)
     if any(cached):
         _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
@@ -96,6 +99,16 @@ def _mask(context: PlainContext, theirs, given: dict):
     if len(set(padded)) > 1 or not (of_keys == of_rows or set(of_keys) == {total}):
         _refuse("attention_mask must be this rank's part, or the whole one, on every rank", ranks)
     layout = context.layout(total)
+    if context.order_is_known and (layout is None or layout.seq_len == total):
+        wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
+        if wrong:
+            _refuse(
+                f"position_ids count on from 0 on ranks {wrong}, which hold other positions, as "
+                "they do where none are given; pass position_ids of the whole sequence, as one "
+                "more of the buffers",
+                ranks,
+                ". If they are right, because packed documents begin there, ",
+            )
     if padding is not None and of_keys == of_rows:
         (padding,) = unshard(mesh, [padding], [1], layout)
     window = given["local_size"]
@@ -133,16 +146,21 @@ def _mask(context: PlainContext, theirs, given: dict):
 
 def _tell(mesh, own: tuple) -> list[list[int]]:
     """For each of this rank's numbers, those of all ranks."""
-    sent = torch.tensor([int(x) for x in own], device=mesh.device_type)
+    numbers = [0 if isinstance(x, torch.Tensor) else int(x) for x in own]
+    sent = torch.tensor(numbers, device=mesh.device_type)
+    for i, x in enumerate(own):
+        if isinstance(x, torch.Tensor):  # the host waits once, for the answers
+            sent[i] = x
     received = sent.new_empty(mesh.size() * len(own))
     all_gather_single(received, sent, group=mesh.get_group())
     return received.view(mesh.size(), len(own)).t().tolist()
 
 
-def _refuse(reason: str, ranks: list[list[int]]):
-    names = "rows", "keys", "more than positions", "cached", "padding mask"
+def _refuse(reason: str, ranks: list[list[int]], otherwise: str = "; or "):
+    names = "rows", "keys", "more than positions", "cached", "padding mask", "positions from 0"
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
     raise ContextParallelError(
-        f"a mask that transformers makes inside context_parallel is refused: {reason}; {READY}.\n"
+        f"a mask that transformers makes inside context_parallel is refused: {reason}{otherwise}"
+        f"{READY}.\n"
         f"Given, rank by rank: {given}"
     )

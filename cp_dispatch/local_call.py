@@ -24,11 +24,12 @@ from cp_dispatch._compat import (
     has_tangent,
     is_tracing,
 )
-from cp_dispatch.agreement import check_agreement, debug_is_on
+from cp_dispatch.agreement import agree, check_agreement, debug_is_on, tell_refusal
 from cp_dispatch.call import Call
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.decide import make_plan
 from cp_dispatch.dispatch import run_op
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_of
@@ -48,16 +49,62 @@ def attend_plain(
             nothing was computed.
     """
     given = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    mesh = context.mesh
+    try:
+        call = formed(context, given)
+    except ContextParallelError as error:
+        tell_refusal(mesh, error)
+        raise
+    if call is None:
+        return NotImplemented
+    even = not context.uneven
+    shares = even_shares(context, call) if even else _told_shares(context, given, call)
+    lengths = shares.lengths
+    try:
+        plan, sharded_dim = decided(context, given, call, shares)
+        if plan.handler == "refused":
+            raise dataclasses.replace(plan, call=words(context, given)).error()
+    except ContextParallelError as error:
+        tell_refusal(mesh, error)
+        raise
+    if debug_is_on():
+        check_agreement(
+            Options(context.schedule, plan.layout), spread_call(mesh, call, lengths, sharded_dim)
+        )
+    mask = call.attn_mask
+    if mask is not None:
+        mask = mask_of_op(context, given, mask, sharded_dim, plan.layout, lengths)
+    origin = [0, 0, int(call.query.shape[1])]
+    output = run_op(context, plan, call, mask, mesh, lengths, origin)
+    return like_query(output, query)
+
+
+def formed(context: PlainContext, given: Call) -> Call | None:
+    """The call in four dims, None where one rank is all there is.
+
+    Raises:
+        ContextParallelError: for what is wrong whatever the other ranks hold.
+    """
     _check_form(context, given)
     if context.mesh.size() == 1:
-        return NotImplemented
+        return None
     call = four_dims(given)
     mask = call.attn_mask
     if any(x.ndim != 4 for x in call.tensors.values()) or (mask is not None and mask.ndim != 4):
         refuse(context, given, "query, key and value must have shape [B, H, S, D], or [B, S, D]")
-    shares = _shares(context, given, mask)
+    return call
+
+
+def decided(
+    context: PlainContext, given: Call, call: Call, shares: Shares
+) -> tuple[Plan, int | None]:
+    """The plan, and which dim of the mask holds this rank's part alone; no communication.
+
+    Raises:
+        ContextParallelError: the call is not supported or cannot be told apart from another one.
+    """
     lengths = shares.lengths
-    if context.window is not None and mask is None and lengths[1] > context.window:
+    if context.window is not None and call.attn_mask is None and lengths[1] > context.window:
         refuse(
             context, given,
             f"the module has sliding_window={context.window}, there are {lengths[1]} keys, and no "
@@ -65,16 +112,9 @@ def attend_plain(
             "around the whole model, where masks of transformers are made for all keys, or pass "
             "attn_mask",
         )  # fmt: skip
-    sharded_dim = sharded_dim_of(context, given, mask, shares)
-    layout = _layout(context, given, mask, sharded_dim, lengths)
-    plan = _plan_of(context, call, sharded_dim, layout, lengths)
-    if plan.handler == "refused":
-        raise dataclasses.replace(plan, call=words(context, given)).error()
-    if mask is not None:
-        mask = mask_of_op(context, given, mask, sharded_dim, layout, lengths)
-    origin = [0, 0, int(call.query.shape[1])]
-    output = run_op(context, plan, call, mask, context.mesh, lengths, origin)
-    return like_query(output, query)
+    sharded_dim = sharded_dim_of(context, given, call.attn_mask, shares)
+    layout = _layout(context, given, call.attn_mask, sharded_dim, lengths)
+    return _plan_of(context, call, sharded_dim, layout, lengths), sharded_dim
 
 
 def _check_form(context: PlainContext, call: Call) -> None:
@@ -110,28 +150,41 @@ def _check_form(context: PlainContext, call: Call) -> None:
                 )  # fmt: skip
 
 
-def _shares(context: PlainContext, call: Call, mask) -> Shares:
+def even_shares(context: PlainContext, call: Call) -> Shares:
+    """What ranks hold where all hold as much as this one."""
+    local, of_mask = _own_lengths(call)
     world_size = context.mesh.size()
-    local = int(call.query.shape[-2]), int(call.key.shape[-2])
-    of_mask = (1, 1) if mask is None else (int(mask.shape[ROWS]), int(mask.shape[KEYS]))
-    if not context.uneven:
-        lengths = local[0] * world_size, local[1] * world_size
-        return Shares(lengths, ([local[0]], [local[1]]), ([of_mask[0]], [of_mask[1]]))
+    lengths = local[0] * world_size, local[1] * world_size
+    return Shares(lengths, ([local[0]], [local[1]]), ([of_mask[0]], [of_mask[1]]))
+
+
+def _own_lengths(call: Call) -> tuple[tuple[int, int], tuple[int, int]]:
+    """This rank's rows of query and key, and the mask's rows and keys."""
+    local, mask = tuple(int(x.shape[2]) for x in (call.query, call.key)), call.attn_mask
+    return local, (1, 1) if mask is None else (int(mask.shape[ROWS]), int(mask.shape[KEYS]))
+
+
+def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
+    """What ranks hold, by asking them."""
+    mesh, world_size = context.mesh, context.mesh.size()
+    local, of_mask = _own_lengths(call)
     if is_tracing():
         refuse(
-            context, call,
+            context, given,
             "a buffer has a length that the ranks do not divide, so ranks tell each other their "
             "lengths, which torch.compile cannot trace; pad the buffers",
         )  # fmt: skip
-    sent = torch.tensor((*local, *of_mask), dtype=torch.int64, device=context.mesh.device_type)
+    if debug_is_on():  # ranks that refuse, or whose lengths are not uneven, do not come below
+        agree("scaled_dot_product_attention", f"    lengths are told next, {context}", (), mesh)
+    sent = torch.tensor((*local, *of_mask), dtype=torch.int64, device=mesh.device_type)
     received = sent.new_empty(world_size * 4)
-    all_gather_single(received, sent, group=context.mesh.get_group())
+    all_gather_single(received, sent, group=mesh.get_group())
     of_ranks = received.view(world_size, 4).t().tolist()
     for own in of_ranks[:2]:
         shares = [span.length for span in chunk(Span(0, sum(own)), world_size)]
         if own != shares:
             refuse(
-                context, call,
+                context, given,
                 f"the ranks hold {own} rows, torch.chunk gives them {shares} of {sum(own)}",
             )  # fmt: skip
     lengths = sum(of_ranks[0]), sum(of_ranks[1])
@@ -169,10 +222,6 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
 def _plan_of(context, call: Call, sharded_dim, layout, lengths) -> Plan:
     mesh, mask = context.mesh, call.attn_mask
     options = Options(context.schedule, layout)
-    if debug_is_on():
-        tensors = zip(call.tensors.items(), (lengths[0], lengths[1], lengths[1]), strict=True)
-        spread = {name: _spread(mesh, x, length) for (name, x), length in tensors}
-        check_agreement(options, dataclasses.replace(call, **spread))
     outlines = []
     for x, length in zip(call.tensors.values(), (lengths[0], lengths[1], lengths[1]), strict=True):
         batch, heads, _, dim = map(int, x.shape)
@@ -189,11 +238,21 @@ def _plan_of(context, call: Call, sharded_dim, layout, lengths) -> Plan:
     )  # fmt: skip
 
 
-def _spread(mesh, shard: torch.Tensor, length: int) -> DTensor:
+def spread_call(mesh, call: Call, lengths, sharded_dim: int | None) -> Call:
+    """The call on the DTensors of which the shards are parts: the same on every rank."""
+    tensors = zip(call.tensors.items(), (lengths[0], lengths[1], lengths[1]), strict=True)
+    spread = {name: _spread(mesh, x, ROWS, length) for (name, x), length in tensors}
+    if sharded_dim is not None:
+        length = lengths[sharded_dim - ROWS]
+        spread["attn_mask"] = _spread(mesh, call.attn_mask, sharded_dim, length)
+    return dataclasses.replace(call, **spread)
+
+
+def _spread(mesh, shard: torch.Tensor, dim: int, length: int) -> DTensor:
     """The DTensor of which ``shard`` is a part."""
-    shape = torch.Size((*shard.shape[:2], length, shard.shape[3]))
+    shape = torch.Size((*shard.shape[:dim], length, *shard.shape[dim + 1 :]))
     whole = DTensor.from_local(
-        shard.detach(), mesh, [Shard(ROWS)], run_check=False,
+        shard.detach(), mesh, [Shard(dim)], run_check=False,
         shape=shape, stride=torch.empty(shape, device="meta").stride(),
     )  # fmt: skip
     return whole.requires_grad_(shard.requires_grad)

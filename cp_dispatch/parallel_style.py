@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dispatch._compat import in_backward
+from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.style import (
     as_dtensors,
@@ -124,6 +125,19 @@ class ContextParallel(ParallelStyle):
     @torch.compiler.disable
     def _run(self, mesh: DeviceMesh, module: nn.Module, forward, args: tuple, kwargs: dict):
         """The module's forward in a block of its own."""
+        try:
+            args, kwargs, wholes, context = self._prepared(mesh, module, args, kwargs)
+        except ContextParallelError as error:
+            tell_refusal(mesh, error)
+            raise
+        with plain_shards(context), no_fast_path():
+            output = forward(module, *args, **kwargs)
+        if not wholes:
+            return output
+        return map_tensors(partial(self._whole, mesh, wholes[0].shape[self.seq_dim]), output)
+
+    def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
+        """Local inputs, those that were DTensors, and the block."""
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
         wholes = self._wholes(mesh, given)
@@ -141,11 +155,7 @@ class ContextParallel(ParallelStyle):
             [x.shape[self.seq_dim] for x in wholes],
         )
         self._check_recomputed(module, context)
-        with plain_shards(context), no_fast_path():
-            output = forward(module, *args, **kwargs)
-        if not wholes:
-            return output
-        return map_tensors(partial(self._whole, mesh, wholes[0].shape[self.seq_dim]), output)
+        return args, kwargs, wholes, context
 
     @torch.compiler.disable
     def _enter_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
@@ -215,10 +225,11 @@ class ContextParallel(ParallelStyle):
             if around is not None and around.mesh == mesh:
                 balancer, known = around.balancer, around.order_is_known
                 uneven |= around.uneven
+                whole = [*whole, *around.whole_lengths]
             else:
                 balancer = None if options is None else options.layout
         own = None if own is None else frozenset(own)
-        return PlainContext(mesh, schedule, balancer, known, uneven, own, window)
+        return PlainContext(mesh, schedule, balancer, known, uneven, own, window, tuple(whole))
 
     def _has_sequence(self, x: torch.Tensor) -> bool:
         return -x.ndim <= self.seq_dim < x.ndim

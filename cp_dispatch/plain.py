@@ -33,7 +33,11 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.errors import (
+    ContextParallelError,
+    ContextParallelNotImplementedError,
+    ContextParallelValueError,
+)
 from cp_dispatch.flex.plain import local_form, swap
 from cp_dispatch.layouts import Balancer, Span, shard, unshard
 from cp_dispatch.layouts.buffers import permute
@@ -48,14 +52,6 @@ _schedule = ROTATE_METHODS["allgather"]
 _lock = threading.Lock()
 _sharded: set[int] = set()  # ids of the buffers of all blocks
 _fast_paths: list[bool] = []  # what to go back to, once for each block
-
-
-class _BadValue(ContextParallelError, ValueError):
-    """An argument that torch refuses with a ValueError."""
-
-
-class _NotThere(ContextParallelError, NotImplementedError):
-    """An argument that torch refuses with a NotImplementedError."""
 
 
 @contextlib.contextmanager
@@ -117,6 +113,7 @@ def context_parallel(
         balancer,
         order_is_known=bool(buffers) or balancer != "auto",
         uneven=any(length % mesh.size() for length in lengths),
+        whole_lengths=tuple(lengths),
     )
     with plain_shards(context), no_fast_path(), _swapped(buffers, shards, keep):
         yield
@@ -152,7 +149,9 @@ def context_parallel_unshard(
     check_balancer(balancer)
     buffers, dims = list(buffers), list(seq_dims)
     if len(buffers) != len(dims):
-        raise _BadValue(f"buffers holds {len(buffers)} tensors, seq_dims {len(dims)} ints")
+        raise ContextParallelValueError(
+            f"buffers holds {len(buffers)} tensors, seq_dims {len(dims)} ints"
+        )
     if isinstance(balancer, Balancer):
         return unshard(mesh, buffers, dims, balancer)
     whole = unshard(mesh, [x.detach() for x in buffers], dims)
@@ -172,7 +171,7 @@ def set_rotate_method(rotate_method: str) -> None:
     """
     global _schedule
     if rotate_method not in ROTATE_METHODS:
-        raise _NotThere(
+        raise ContextParallelNotImplementedError(
             f"rotate_method must be one of {', '.join(map(repr, ROTATE_METHODS))}, got "
             f"{rotate_method!r}"
         )
@@ -205,11 +204,13 @@ def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
     """Buffers, their sequence dims, and the ids of those that are not to be restored."""
     buffers, dims = list(buffers or ()), list(dims or ())
     if len(buffers) != len(dims):
-        raise _BadValue(f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints")
+        raise ContextParallelValueError(
+            f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints"
+        )
     ids = [id(buffer) for buffer in buffers]
     keep = {id(buffer) for buffer in no_restore or ()}
     if not keep <= set(ids):
-        raise _BadValue("no_restore_buffers must be a subset of buffers")
+        raise ContextParallelValueError("no_restore_buffers must be a subset of buffers")
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{i}]"
         if isinstance(buffer, BlockMask):
@@ -220,7 +221,7 @@ def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
                 )
             continue
         if not isinstance(buffer, torch.Tensor):
-            raise _BadValue(f"{name} must be a tensor, got {type(buffer).__name__}")
+            raise ContextParallelValueError(f"{name} must be a tensor, got {type(buffer).__name__}")
         if buffer.requires_grad:
             raise ContextParallelError(
                 f"{name} {list(buffer.shape)} needs a gradient, which would be one of the whole "
@@ -236,7 +237,9 @@ def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
             or not isinstance(dim, int)
             or not -buffer.ndim <= dim < buffer.ndim
         ):
-            raise _BadValue(f"{name} has shape {list(buffer.shape)}, which has no dim {dim!r}")
+            raise ContextParallelValueError(
+                f"{name} has shape {list(buffer.shape)}, which has no dim {dim!r}"
+            )
     return buffers, dims, keep
 
 

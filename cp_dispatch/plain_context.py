@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,6 +25,7 @@ class PlainContext:
         uneven: ranks may hold different lengths, and tell each other.
         lengths: local sequence lengths that calls may have, None for any.
         window: the sliding window that the module in a style says it has, None for none.
+        whole_lengths: of sequences, as far as this rank knows them; for explain() alone.
     """
 
     mesh: DeviceMesh
@@ -34,6 +35,7 @@ class PlainContext:
     uneven: bool = False
     lengths: frozenset[int] | None = None
     window: int | None = None
+    whole_lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def layout(self, length: int) -> Balancer | None:
         return layout_for(self.balancer, length, self.mesh.size())
@@ -73,7 +75,9 @@ def words(context: PlainContext, call: Call) -> str:
 
 
 def refuse(context: PlainContext, call: Call, reason: str):
-    raise ContextParallelError(
+    error = ContextParallelError(
         f"scaled_dot_product_attention on plain shards is refused: {reason}.\n"
         f"Given:\n{words(context, call)}"
     )
+    error.reason = reason  # for explain()
+    raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import reaches_peers
@@ -15,11 +15,11 @@ NOT_REACHED = "moved by NCCL: not every rank can write to every other's memory, 
 _PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "one_call", "ulysses")
 
 
-def carrier(query: DTensor, schedule: str | None, mesh_dims: tuple[int, ...]) -> str | None:
+def carrier(mesh: DeviceMesh, schedule: str | None, mesh_dims: tuple[int, ...]) -> str | None:
     """Whether copy engines or NCCL move what a schedule moves; None where there is no choice."""
-    if query.device_mesh.device_type != "cuda" or schedule not in _PUSHED or not mesh_dims:
+    if mesh.device_type != "cuda" or schedule not in _PUSHED or not mesh_dims:
         return None
-    reaches = reaches_all(query, mesh_dims)
+    reaches = reaches_all(mesh, mesh_dims)
     if reaches is None:
         return UNKNOWN
     if not reaches:
@@ -30,8 +30,8 @@ def carrier(query: DTensor, schedule: str | None, mesh_dims: tuple[int, ...]) ->
     )
 
 
-def reaches_all(query: DTensor, mesh_dims: tuple[int, ...]) -> bool | None:
+def reaches_all(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool | None:
     """Whether the ranks of these mesh dims write to each other's memory; None if not yet known."""
     # The group of several mesh dims is made at its first call, and this must not communicate.
-    name = ring_group_name(query.device_mesh, mesh_dims) if len(mesh_dims) == 1 else ""
+    name = ring_group_name(mesh, mesh_dims) if len(mesh_dims) == 1 else ""
     return reaches_peers(name) if name else None

@@ -258,6 +258,20 @@ def test_is_functorch_wrapped_tensor():
     assert torch.equal(seen[0], plain) and torch.equal(seen[1], plain[None])
 
 
+def test_outside_functorch():
+    seen = []
+
+    def look(x):
+        with _compat.outside_functorch():
+            assert not _compat.functorch_is_active()
+            seen.append((torch.ones(2) == 1).all().item())
+        assert _compat.functorch_is_active()
+        return (x * x).sum()
+
+    torch.func.vmap(torch.func.grad(look))(torch.ones(1, 2))
+    assert seen == [True]
+
+
 def test_functorch_is_active():
     assert not _compat.functorch_is_active()
     answers = []

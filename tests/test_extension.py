@@ -94,6 +94,12 @@ def test_switched_off_by_the_environment():
     ]
 
 
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
+def test_one_line_a_host(rank, lines):
+    run = python("import cp_dispatch", CP_DISPATCH_USE_CPP="0", LOCAL_RANK=rank)
+    assert len(lines_of_log(run)) == lines
+
+
 def test_not_built():
     run = python(
         "import sys; sys.modules['cp_dispatch._C'] = None\n" + USE, CP_DISPATCH_USE_CPP="1"

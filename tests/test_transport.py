@@ -10,8 +10,12 @@ from cp_dispatch.flex.needs import Move
 from cp_dispatch.layouts import Span
 
 
+def mesh(device="cuda"):
+    return SimpleNamespace(device_type=device)
+
+
 def query(device="cuda"):
-    return SimpleNamespace(device_mesh=SimpleNamespace(device_type=device))
+    return SimpleNamespace(device_mesh=mesh(device))
 
 
 @pytest.mark.parametrize("reaches, words", [
@@ -21,12 +25,12 @@ def test_words(monkeypatch, reaches, words):
     monkeypatch.setattr(transport, "ring_group_name", lambda mesh, dims: "group")
     monkeypatch.setattr(transport, "reaches_peers", {"group": reaches}.get)
     for schedule in ("ring", "mirrored_ring", "gather", "mirrored_gather", "ulysses"):
-        assert words in transport.carrier(query(), schedule, (0,))
+        assert words in transport.carrier(mesh(), schedule, (0,))
 
 
 def test_groups_are_not_made(monkeypatch):
     monkeypatch.delattr(transport, "ring_group_name")
-    assert "find out" in transport.carrier(query(), "ring", (0, 1))
+    assert "find out" in transport.carrier(mesh(), "ring", (0, 1))
 
 
 @pytest.mark.parametrize("runs, reaches, words, may_gather", [
@@ -35,7 +39,7 @@ def test_groups_are_not_made(monkeypatch):
 ])  # fmt: skip
 def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
     """Copy engines move what is needed and no more; a collective gathers all where it pays."""
-    monkeypatch.setattr(explain, "reaches_all", lambda query, dims: reaches)
+    monkeypatch.setattr(explain, "reaches_all", lambda mesh, dims: reaches)
     spans = tuple(Span(2 * i, 1) for i in range(runs))
     empty, full = Move(0, 0, (), ()), Move(1, 0, spans, spans)
     table = ((empty, empty), (full, empty))
@@ -48,8 +52,8 @@ def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
 
 
 @pytest.mark.parametrize("call", [
-    (query("cpu"), "ring", (0,)), (query(), "hybrid", (0,)), (query(), "replicated_keys", (0,)),
-    (query(), "local", ()),
+    (mesh("cpu"), "ring", (0,)), (mesh(), "hybrid", (0,)), (mesh(), "replicated_keys", (0,)),
+    (mesh(), "local", ()),
 ])  # fmt: skip
 def test_where_there_is_no_choice(call):
     assert transport.carrier(*call) is None

@@ -68,7 +68,7 @@ def _moved(plan: FlexPlan, query: DTensor, table: Moves) -> tuple[tuple[str, ...
         return (), plan.schedule != "ring"
     if query.device_mesh.device_type != "cuda":
         return (), True
-    reaches, runs = reaches_all(query, plan.mesh_dims), most_runs(table)
+    reaches, runs = reaches_all(query.device_mesh, plan.mesh_dims), most_runs(table)
     if not reaches:
         return (UNKNOWN if reaches is None else NOT_REACHED,), True
     if runs > MOST_RUNS:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dispatch._compat import compiles_for_inductor, dynamo_traces, is_fake, is_tracing
+from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.mask_tuple import MaskTuple
@@ -59,27 +60,31 @@ def _attend(
 ):
     if is_tracing() and context.uneven:
         _refuse(
+            context,
             "inside torch.compile ranks do not tell each other their lengths; use a length that "
-            "the ranks divide"
+            "the ranks divide",
         )
     if is_tracing() and not compiles_for_inductor():
         _refuse(
+            context,
             "in graphs that inductor does not compile it would meet itself when the graph runs; "
-            'use the backend "inductor", or DTensors'
+            'use the backend "inductor", or DTensors',
         )
     if not context.order_is_known:
         _refuse(
+            context,
             "there is no telling in which order the shards lie, without buffers; pass "
-            'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order'
+            'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order',
         )
     # Numbers, also in a trace: a graph is of one length.
     lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))
     columns = -(-lengths[1] // int(block_mask[-2]))
     if MaskTuple(block_mask).lists.kv_indices.shape[3] != columns:
         _refuse(
+            context,
             f"the block mask has {MaskTuple(block_mask).lists.kv_indices.shape[3]} columns of "
             f"blocks, all {lengths[1]} keys make {columns}; name the BlockMask of the whole "
-            "sequence among the block's buffers"
+            "sequence among the block's buffers",
         )
     block_mask = (lengths[0], lengths[1], *block_mask[2:])
     places = [(i, None) for i in range(3)]
@@ -107,10 +112,12 @@ def inside():
         _thread.inside = before
 
 
-def _refuse(reason: str):
-    raise ContextParallelError(
+def _refuse(context: PlainContext, reason: str):
+    error = ContextParallelError(
         f"flex_attention on plain shards inside context_parallel is refused: {reason}."
     )
+    tell_refusal(context.mesh, error)
+    raise error
 
 
 def local_form(own: BlockMask, rows: int, keys: int) -> dict:

@@ -154,7 +154,12 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
         return (1,)
     masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
     if not keys_travel(schedule, options.layout, masked):
-        return 1, "one kernel, which waits for keys: in this order few are taken to travel"
+        where = "natural order" if options.layout is None else "an order near the natural one"
+        return 1, (
+            "one kernel, which waits for keys: groups of heads are decided without a look at the "
+            f"mask, which in {where} is taken for a window or short documents; for one that needs "
+            'most keys a layout or schedule="gather" may overlap'
+        )
     sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
     heads, key_heads = int(call.query.shape[1]), int(call.key.shape[1])
     count, key_length = 1, int(call.key.shape[2])

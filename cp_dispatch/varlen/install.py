@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import dynamo_traces, forget_resolved_kernels, is_fake, varlen_ops
+from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.varlen.call import VarlenCall
@@ -64,8 +65,8 @@ def _before(op: str, kernel, current_options, plain_context):
             if options is not None:
                 return _attend(op, options, args, kwargs)
         # A trace goes on to torch's, and its graph raises where it runs.
-        elif plain_context() is not None and not any(is_fake(x) for x in tensors):
-            raise ContextParallelError(
+        elif not any(is_fake(x) for x in tensors) and (context := plain_context()) is not None:
+            error = ContextParallelError(
                 "varlen_attn of plain tensors inside context_parallel, or in a module with the "
                 "style ContextParallel, would attend to this rank's shard alone. Supported there: "
                 "scaled_dot_product_attention, with documents as an attn_mask, and flex_attention, "
@@ -73,6 +74,8 @@ def _before(op: str, kernel, current_options, plain_context):
                 "with cp_dispatch.enable(): varlen_attn. To attend to local tensors alone, call it "
                 "outside of the block."
             )
+            tell_refusal(context.mesh, error)
+            raise error
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     return varlen_attn

@@ -241,6 +241,33 @@ def refused_on_every_rank(env: Env) -> None:
     assert torch.equal(plain, build("Qwen2", env.device)(tokens).logits)
 
 
+def positions_not_given(env: Env) -> None:
+    """A model counts those of each shard from 0: refused on every rank, also on those that hold
+    just these."""
+    model = build("Qwen2", env.device)
+    tokens = batches(1)[0][0].to(env.device)
+    ones = torch.ones(1, LENGTH, dtype=torch.int64, device=env.device)
+    documents = torch.arange(LENGTH, device=env.device)[None] % (LENGTH // env.world_size)
+    every = list(range(env.world_size))
+    for balancer, seen, positions, wrong in (
+        ("auto", ones, None, every),  # in head-tail order even the first shard jumps
+        (None, ones, None, every[1:]),
+        (None, None, None, every[1:]),
+        (None, None, documents, every[1:]),
+    ):
+        named = {"attention_mask": seen, "position_ids": positions}
+        named = {name: x.clone() for name, x in named.items() if x is not None}
+        buffers = [tokens.clone(), *named.values()]
+        with cp_dispatch.context_parallel(
+            env.mesh(), buffers=buffers, buffer_seq_dims=[1] * len(buffers), balancer=balancer
+        ):
+            with pytest.raises(cp_dispatch.ContextParallelError) as raised:
+                model(buffers[0], **named)
+        text = str(raised.value)
+        assert f"count on from 0 on ranks {wrong}, which hold other positions" in text, text
+        assert "pass position_ids of the whole sequence, as one more of the buffers" in text
+
+
 def window_of_a_style(env: Env) -> None:
     """A module in a style gets the mask that was made outside, which is none where a shard is no
     longer than the window, although the sequence is: refused, and right without a window."""
@@ -283,13 +310,14 @@ CASES = {
     "Mistral, ready mask": functools.partial(ready_masks, kind="Mistral"),
     "compiled": compiled,
     "refused on every rank": refused_on_every_rank,
+    "positions that are not given": positions_not_given,
 }
 
 
 ON_4 = {
     "Llama, DTensors", "Qwen2, DTensors, head-tail", "Llama, context", "Qwen2, context",
     "Mistral, context, padded, natural order", "window of a parallel style",
-    "refused on every rank",
+    "refused on every rank", "positions that are not given",
 }  # fmt: skip
 
 

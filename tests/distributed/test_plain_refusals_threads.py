@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import pickle
 
 import pytest
 import torch
@@ -86,6 +87,8 @@ def test_arguments():
                 with context_parallel(mesh, **options):
                     pass
             assert isinstance(error.value, ContextParallelError)
+            assert type(error.value).__name__.startswith("ContextParallel")  # in tracebacks
+            assert type(pickle.loads(pickle.dumps(error.value))) is type(error.value)
             assert torch.equal(x, before) and not cp_dispatch.toggle._contexts.in_use
 
         refused("1 tensors, buffer_seq_dims 0", ValueError, buffers=[x])

@@ -315,6 +315,17 @@ def debug_mode(env: Env) -> None:
         edge = 40 * env.rank
         with pytest.raises(cp_dispatch.ContextParallelError, match="blocks of the mask"):
             call(lambda b, h, q, k: q >= k + edge)
+        # In a block one rank's mask is that of its shard alone.
+        own = [x.to_local() for x in inputs]
+        size = 96 if env.rank else 48
+        mask = create_block_mask(causal, None, None, size, size, "cpu", BLOCK_SIZE=16)
+        buffers = [mask] if env.rank else []
+        words = "rank 0 refused this flex_attention call" if env.rank else "3 columns of blocks"
+        with context_parallel(
+            env.mesh(), buffers=buffers, buffer_seq_dims=[0] * len(buffers), balancer=None
+        ):
+            with pytest.raises(cp_dispatch.ContextParallelError, match=words):
+                flex_attention(*own, block_mask=mask)
 
 
 def block_refuses(env: Env) -> None:

@@ -1,0 +1,111 @@
+"""What a call of ``scaled_dot_product_attention`` would do, without doing it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch.call import Call
+from cp_dispatch.decide import in_words, make_plan
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.local_call import decided, even_shares, formed, spread_call
+from cp_dispatch.local_mask import KEYS, ROWS, Shares
+from cp_dispatch.normalize import autocast, four_dims, without_causal_bias
+from cp_dispatch.plain_context import PlainContext, words
+from cp_dispatch.plan import Plan
+from cp_dispatch.planner import with_predictions
+from cp_dispatch.toggle import current_options, plain_context
+from cp_dispatch.transport import carrier
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Plan:
+    """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
+
+    Takes the arguments of the call, DTensors or, inside a :func:`context_parallel` block, this
+    rank's shards, and returns a :class:`Plan`, which prints well. Computes nothing (but autocast's
+    casts, where that is on) and does not communicate, so of shards whose lengths only other ranks
+    know it assumes some, and says so; a call that would raise gives a plan with all the reasons.
+    """
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if not torch.is_inference_mode_enabled():
+        return _explain(*arguments)
+    # Python cannot see tensors made outside of inference mode in other dims inside.
+    with torch.inference_mode(False), torch.no_grad():
+        return _explain(*arguments)
+
+
+def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Plan:
+    query, key, value = (autocast(x) for x in (query, key, value))
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
+        four = four_dims(without_causal_bias(call))
+        plan = in_words(make_plan(current_options(), four), four)
+        plan = _with_costs(plan, four, getattr(query, "device_mesh", None))
+        return dataclasses.replace(plan, call=call.describe())
+    context = plain_context()
+    if context is None:
+        why = "no argument is a DTensor, and no block of context_parallel is on in this thread"
+        return Plan("stock", reasons=(why,), call=call.describe())
+    try:
+        plan = _explain_shards(context, without_causal_bias(call))
+    except ContextParallelError as error:
+        plan = Plan("refused", reasons=(getattr(error, "reason", str(error)),))
+    return dataclasses.replace(plan, call=words(context, call))
+
+
+def _explain_shards(context: PlainContext, given: Call) -> Plan:
+    call = formed(context, given)
+    if call is None:
+        return Plan("stock", reasons=("context_parallel is over one rank",))
+    shares, assumed = _shares(context, call)
+    plan, sharded_dim = decided(context, given, call, shares)
+    if plan.handler == "cp_dispatch":
+        plan = in_words(plan, spread_call(context.mesh, call, shares.lengths, sharded_dim))
+        plan = _with_costs(plan, call, context.mesh)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, *assumed))
+
+
+def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
+    """With predicted times, and what carries what is moved."""
+    if plan.handler != "cp_dispatch":
+        return plan
+    if call.attn_mask is None and not call.dropout_p:
+        plan = with_predictions(plan, mesh.device_type, False)
+    moved = carrier(mesh, plan.schedule, plan.mesh_dims)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
+
+
+def _shares(context: PlainContext, call: Call) -> tuple[Shares, list[str]]:
+    """What the ranks hold as far as this one can know, and in words what it assumes."""
+    if not context.uneven:
+        return even_shares(context, call), []
+    mesh, assumed = context.mesh, []
+    chunks = {n: [x.length for x in chunk(Span(0, n), mesh.size())] for n in context.whole_lengths}
+    lengths, owns, sizes = [], [], []
+    for dim, name in ((ROWS, "query"), (KEYS, "key")):
+        local = int(getattr(call, name).shape[ROWS])
+        fitting = [own for own in chunks.values() if own[mesh.get_local_rank()] == local]
+        if len(fitting) != 1:
+            fitting = [[local] * mesh.size()]
+            assumed.append(
+                f"assumed that every rank holds {local} rows of {name}, as this one does: "
+                "explain() does not ask them, the call will"
+            )
+        lengths.append(sum(fitting[0]))
+        owns.append(fitting[0])
+        size = 1 if call.attn_mask is None else int(call.attn_mask.shape[dim])
+        sizes.append(owns[-1] if size == local != 1 else [size] * mesh.size())
+    return Shares(tuple(lengths), tuple(owns), tuple(sizes)), assumed

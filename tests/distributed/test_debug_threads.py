@@ -1,0 +1,171 @@
+"""``CP_DISPATCH_DEBUG=1``: what one rank refuses, all ranks raise, instead of waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.varlen import varlen_attn
+
+import cp_dispatch
+from cp_dispatch import ContextParallel, ContextParallelError, context_parallel
+from tests.distributed.sharded import distribute
+from tests.distributed.test_plain_threads import on_mesh, sequences
+from tests.distributed.threads import run_threads
+
+ONES = torch.ones(16, 16, dtype=torch.bool)
+
+
+@pytest.fixture(autouse=True)
+def debug_mode(monkeypatch):
+    monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
+
+
+@contextlib.contextmanager
+def refused(mesh, words: str, by: int = 0):
+    """Rank ``by`` raises its own error, the others one that has it."""
+    rank = torch.distributed.get_rank()
+    with pytest.raises(ContextParallelError) as raised:
+        yield
+    text = str(raised.value)
+    assert words in text, text
+    assert (f"rank {by} refused this" in text) == (rank != by), text
+    if rank != by:
+        assert f"rank {rank}:" in text and "nothing was computed" in text
+
+
+@pytest.mark.parametrize("words, wrong", [
+    ("this rank's rows and this rank's keys", lambda q, k, v: ((q, k, v, ONES[:8, :8]), {})),
+    ("key and value must agree", lambda q, k, v: ((q, k, v[:, :, :4]), {})),
+    ("enable_gqa is False", lambda q, k, v: ((torch.cat([q, q], 1), k, v), {})),
+    ("both given", lambda q, k, v: ((q, k, v, ONES), {"is_causal": True})),
+    ("must have shape", lambda q, k, v: ((q, k[0], v[0]), {})),
+], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+def test_in_a_block(words, wrong, uneven):
+    """Also where ranks tell each other their lengths first."""
+
+    if uneven and ("rows" in words or words == "both given"):
+        words = "attn_mask has [1, "  # those who have none tell a length of 1
+
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        args, options = wrong(*own) if mesh.get_local_rank() == 1 else (own, {"is_causal": True})
+        buffers = [torch.zeros(15)] if uneven else []
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[0] * len(buffers), balancer=None
+        ):
+            with refused(mesh, words, by=1):
+                F.scaled_dot_product_attention(*args, **options)
+            F.scaled_dot_product_attention(*own, is_causal=True)  # and they go on together
+
+    on_mesh(2, body)
+
+
+def test_ranks_that_refuse_alike_raise_their_own_errors():
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="is refused: attn_mask has 5 rows"):
+                F.scaled_dot_product_attention(*own, ONES[:5])
+
+    on_mesh(2, body)
+
+
+def test_uneven_shards_of_masks_are_no_disagreement():
+    query, key, value = sequences(15)
+    mask = torch.rand(15, 15, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask[:, 0] = True
+    want = F.scaled_dot_product_attention(query, key, value, mask)
+
+    def body(mesh, dim):
+        buffers = [x.clone() for x in (query, key, value, mask)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2, dim]):
+            own = F.scaled_dot_product_attention(*buffers)
+        (got,) = cp_dispatch.context_parallel_unshard(mesh, [own], [2])
+        torch.testing.assert_close(got, want)
+
+    for dim in (0, 1):
+        on_mesh(2, lambda mesh, dim=dim: body(mesh, dim))
+
+
+def test_blocks_that_differ_in_whether_lengths_are_told():
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+        buffer = torch.zeros(15 + mesh.get_local_rank())
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], balancer=None):
+            with pytest.raises(ContextParallelError, match="do not agree"):
+                F.scaled_dot_product_attention(*own, is_causal=True)
+
+    on_mesh(2, body)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap], ids=["grad", "vmap"])
+def test_transforms_of_dtensors(transform):
+    """On a mesh of two dims, all of whose ranks wait for each other."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        x = distribute(torch.randn(2, 2, 16, 8), mesh, [Shard(0), Shard(2)])
+
+        def loss(x):
+            return F.scaled_dot_product_attention(x, x, x).sum()
+
+        with cp_dispatch.enabled(), refused(mesh, "torch.func transforms", by=3):
+            if rank == 3:
+                transform(loss)(x)
+            else:
+                loss(x)
+
+    run_threads(4, body)
+
+
+def test_transforms_of_shards():
+    def body(mesh):
+        own = [x[:, :, :8] for x in sequences(16)]
+
+        def loss(x):
+            return F.scaled_dot_product_attention(x, *own[1:]).sum()
+
+        with context_parallel(mesh, balancer=None), refused(mesh, "torch.func transforms"):
+            (loss if mesh.get_local_rank() else torch.func.grad(loss))(own[0])
+
+    on_mesh(2, body)
+
+
+class Attention(nn.Module):
+    def forward(self, query, mask=None):
+        return F.scaled_dot_product_attention(query, query, query, mask, is_causal=mask is None)
+
+
+def test_modules_in_the_style():
+    def body(mesh):
+        module = Attention()
+        parallelize_module(module, mesh, ContextParallel(balancer="head-tail"))
+        own, first = torch.randn(1, 2, 8, 8), mesh.get_local_rank() == 0
+        with refused(mesh, "says nothing about the other 8 keys"):
+            module(own, ONES[None, None, :8, :8] if first else None)
+        placed = distribute(torch.randn(1, 2, 16, 8), mesh, [Replicate() if first else Shard(2)])
+        with refused(mesh, "takes plain shards, or DTensors"):
+            module(placed)
+
+    on_mesh(2, body)
+
+
+def test_varlen_attn_on_one_rank():
+    def body(mesh):
+        own = torch.randn(1, 2, 8, 8)
+        packed, ends = own[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
+        with context_parallel(mesh, balancer=None), refused(mesh, "varlen_attn of plain tensors"):
+            if mesh.get_local_rank() == 0:
+                varlen_attn(packed, packed, packed, ends, ends, 8, 8)
+            else:
+                F.scaled_dot_product_attention(own, own, own)
+
+    on_mesh(2, body)
