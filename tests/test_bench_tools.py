@@ -91,26 +91,29 @@ def test_predicted_table():
 
 
 def test_planner_check():
-    """What auto took against the best, and predictions against times."""
+    """What auto takes against the best, and predictions against times."""
     check = load("planner_check")
+    known = constants(push=True)
+    shape = {"host_seconds": 0.0, "mode": "fwd"}
+    order = row("cp_dispatch ring, head-tail", **shape)
+    predicted = {
+        candidate.op_schedule: prediction.forward
+        for candidate, prediction in check.alternatives(check.plan_of(order), "cuda", False, known)
+    }
+    least = min(predicted, key=predicted.__getitem__)
+    other = next(name for name in predicted if name != least)
     rows = [
-        row("cp_dispatch auto", schedule="ring", seconds=1.2, predicted=1.0),
-        row("cp_dispatch ring", schedule="ring", seconds=1.0, predicted=1.0),
-        row("cp_dispatch gather", schedule="gather", seconds=1.0, predicted=1.5),
-        row("cp_dispatch auto, head-tail", schedule="gather", seconds=1.0, predicted=1.1),
-        row("cp_dispatch ring, head-tail", schedule="ring", seconds=2.0, predicted=1.7),
-        row("cp_dispatch ulysses", schedule="ulysses", error="out of memory"),
-        row("stock DTensor", seconds=0.5),
-        row("cp_dispatch auto", schedule="ring", seconds=1.0, mode="fwd+bwd"),
+        order | {"schedule": least, "seconds": predicted[least] * 1.1},
+        order | {"schedule": other, "seconds": predicted[least], "host_seconds": predicted[least]},
+        row("cp_dispatch auto, head-tail", **shape, schedule=other, seconds=1e-9),
+        row("cp_dispatch ulysses, head-tail", **shape, schedule="ulysses", error="out of memory"),
+        row("stock DTensor", **shape, seconds=0.5),
     ]
-    natural, permuted = check.points(rows)
-    assert natural.seconds == {"ring": 1.1, "gather": 1.0} and natural.chosen == "ring"
-    assert natural.best == "gather" and natural.loss == pytest.approx(1.1)
-    assert permuted.loss == 1 and permuted.errors == pytest.approx({"gather": 0.1, "ring": -0.15})
-    assert "took ring: gather 1000.00 (+50%)" in check.show(natural)
-    assert "10% slower" in check.show(natural) and "slower" not in check.show(permuted)
-    words = check.summary([natural, permuted])
-    assert "in 1 of 2 points (50%)" in words and "2 of 2 chosen (100%), 3 of 4 of all" in words
-    assert "without predictions" in check.summary(
-        check.points([x | {"predicted": 0} for x in rows])
-    )
+    (point,) = check.points(rows, known)
+    assert point.chosen == least and point.best == other and point.waiting
+    assert point.loss == pytest.approx(1.1)
+    assert point.errors[least] == pytest.approx(1 / 1.1 - 1) and set(point.errors) == {least, other}
+    assert "10% slower" in check.show(point)
+    words = check.summary([point])
+    assert "at 0 of 1 points (0%)" in words and "1 of 1 that it takes" in words
+    assert check.points(rows[:1], known) == [] and check.summary([]) == "no points"

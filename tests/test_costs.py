@@ -85,11 +85,14 @@ def test_calibrate_wants_several_ranks(monkeypatch, capsys):
 
 def test_floors_grow_with_ranks():
     known = constants(floors={"ring": {"forward": ((2, 1e-3), (4, 2e-3))}})
-    assert [known.floor("flash", "ring", "forward", n) for n in (2, 4, 8)] == pytest.approx(
+    assert [known.floor("ring", "forward", n) for n in (2, 4, 8)] == pytest.approx(
         [1e-3, 2e-3, 4e-3]
     )
-    assert known.floor("flash", "gather", "forward", 4) == 0
-    assert known.floor("cudnn", "ring", "forward", 4) == 0
+    assert known.floor("gather", "forward", 4) == 0
+    # The median over kernels: a call's own moment may have been a slow one.
+    other, slow = ({"ring": {"forward": ((4, x),)}} for x in (3e-3, 9e-3))
+    several = dataclasses.replace(known, floors=known.floors | {"cudnn": other, "efficient": slow})
+    assert several.floor("ring", "forward", 4) == 3e-3
     short = ring(tokens=8)
     assert predict(short, known).forward == pytest.approx(2e-3)
     assert predict(ring(tokens=32768), known).forward > 2e-3

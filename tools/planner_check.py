@@ -1,11 +1,11 @@
-"""Whether ``auto`` took the right schedule, and how far predictions were off, in kept results.
+"""What ``auto`` takes by a kind's constants, against what was measured.
 
-    python tools/planner_check.py tools/results/2026-11-28-2xh200-grid-*.json
+    python tools/planner_check.py nvidia-h200 tools/results/2026-11-28-2xh200-grid-*.json
 
-The files are those of ``tools/bench.py --out``, made where the kind of GPU had constants. A
-point is a kernel, a shape, an order and a direction; ``auto`` stands beside the schedules that it
-chose from. Of a schedule that was measured twice, once because ``auto`` took it, the mean counts:
-the same code ran.
+The files are those of ``tools/bench.py --out``. A point is a kernel, a shape, an order and a
+direction, at which several schedules were measured. The planner says again what ``auto`` takes
+there, which is the same on every machine, and how long each schedule should take. Of a schedule
+that was measured twice, once because ``auto`` took it, the mean counts: the same code ran.
 """
 
 from __future__ import annotations
@@ -16,16 +16,25 @@ import pathlib
 import statistics
 from typing import NamedTuple
 
+import torch
+
+from cp_dispatch import HeadTail
+from cp_dispatch.costs import Constants, constants_of
+from cp_dispatch.plan import Plan
+from cp_dispatch.planner import alternatives, choose
+
 GOOD_CHOICE, GOOD_PREDICTION = 1.05, 0.2
 
 
 class Point(NamedTuple):
-    """``seconds`` and ``predicted`` by schedule."""
+    """``seconds`` and ``predicted`` by schedule; ``waiting``: the host took nearly all of the time
+    of the best one, so a faster or slower host makes another point of it."""
 
     shape: tuple
     chosen: str
     seconds: dict[str, float]
     predicted: dict[str, float]
+    waiting: bool
 
     @property
     def best(self) -> str:
@@ -38,14 +47,37 @@ class Point(NamedTuple):
 
     @property
     def errors(self) -> dict[str, float]:
-        return {name: x / self.seconds[name] - 1 for name, x in self.predicted.items()}
+        return {n: x / self.seconds[n] - 1 for n, x in self.predicted.items() if n in self.seconds}
 
 
-def points(rows: list[dict]) -> list[Point]:
-    """The points in which ``auto`` was measured beside something else."""
+def plan_of(row: dict) -> Plan:
+    """The call of a row, as a ring."""
+    length, (heads, key_heads) = row["tokens_per_rank"] * row["ranks"], row["heads"]
+    permuted = row["causal"] and "head-tail" in row["implementation"]
+    return Plan(
+        "cp_dispatch",
+        backend=row["backend"],
+        schedule="ring",
+        layout=HeadTail(length, row["ranks"]) if permuted else None,
+        is_causal=row["causal"],
+        mesh_dims=(0,),
+        ring_shape=(row["ranks"],),
+        query_length=length,
+        key_length=length,
+        shards=tuple(
+            (row["batch"], h, row["tokens_per_rank"], row["head_dim"])
+            for h in (heads, key_heads, key_heads)
+        ),
+        dtype=getattr(torch, row["dtype"]),
+    )
+
+
+def points(rows: list[dict], constants: Constants) -> list[Point]:
+    """The points at which what ``auto`` takes was measured, and something else."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        if row.get("schedule") and "seconds" in row:
+        # Of auto's own rows the schedule is not known for sure.
+        if row.get("schedule") and "seconds" in row and " auto" not in row["implementation"]:
             order = "head-tail" if "head-tail" in row["implementation"] else "natural"
             order = f"causal, {order}" if row["causal"] else "full"
             heads = "/".join(map(str, row["heads"]))
@@ -53,14 +85,21 @@ def points(rows: list[dict]) -> list[Point]:
             groups.setdefault(shape, []).append(row)
     found = []
     for shape, members in groups.items():
-        chosen = {row["schedule"] for row in members if " auto" in row["implementation"]}
+        training, plan = members[0]["mode"] != "fwd", plan_of(members[0])
+        chosen = choose(plan, "auto", "cuda", False, False, constants, training).op_schedule
         times: dict[str, list[float]] = {}
         for row in members:
             times.setdefault(row["schedule"], []).append(row["seconds"])
-        if len(chosen) == 1 and len(times) > 1:
-            predicted = {r["schedule"]: r["predicted"] for r in members if r.get("predicted")}
-            means = {name: statistics.mean(x) for name, x in times.items()}
-            found.append(Point(shape, chosen.pop(), means, predicted))
+        seconds = {name: statistics.mean(x) for name, x in times.items()}
+        if chosen not in seconds or len(seconds) < 2:
+            continue
+        predicted = {
+            candidate.op_schedule: prediction.forward + training * prediction.backward
+            for candidate, prediction in alternatives(plan, "cuda", False, constants)
+        }
+        fastest = min(members, key=lambda row: row["seconds"])
+        waiting = fastest["host_seconds"] > 0.9 * fastest["seconds"]
+        found.append(Point(shape, chosen, seconds, predicted, waiting))
     return found
 
 
@@ -73,12 +112,14 @@ def show(point: Point) -> str:
     ]
     mark = "" if point.loss <= GOOD_CHOICE else f"  <- {point.loss - 1:.0%} slower than the best"
     return (
-        f"{backend:9s} {mode:8s} {tokens:7d} {heads:7s} {order:18s} took {point.chosen}: "
+        f"{backend:9s} {mode:8s} {tokens:7d} {heads:7s} {order:18s} takes {point.chosen}: "
         f"{', '.join(cells)}{mark}"
     )
 
 
 def summary(found: list[Point]) -> str:
+    if not found:
+        return "no points"
     choices = [point.loss <= GOOD_CHOICE for point in found]
     errors = [abs(error) <= GOOD_PREDICTION for point in found for error in point.errors.values()]
     own = [
@@ -86,23 +127,30 @@ def summary(found: list[Point]) -> str:
         for point in found
         if point.chosen in point.errors
     ]
-    if not errors or not own:
-        return f"{len(found)} points, without predictions: the bench ran without constants"
     return (
-        f"auto within {GOOD_CHOICE - 1:.0%} of the best schedule in {sum(choices)} of "
+        f"auto within {GOOD_CHOICE - 1:.0%} of the best schedule at {sum(choices)} of "
         f"{len(choices)} points ({statistics.mean(choices):.0%}); predicted within "
-        f"{GOOD_PREDICTION:.0%}: {sum(own)} of {len(own)} chosen ({statistics.mean(own):.0%}), "
-        f"{sum(errors)} of {len(errors)} of all ({statistics.mean(errors):.0%})"
+        f"{GOOD_PREDICTION:.0%}: {sum(own)} of {len(own)} that it takes, {sum(errors)} of "
+        f"{len(errors)} in all"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", help="name of a file in cp_dispatch/costs, or its path")
     parser.add_argument("results", type=pathlib.Path, nargs="+")
-    rows = [x for path in parser.parse_args().results for x in json.loads(path.read_text())["rows"]]
-    found = points(rows)
+    args = parser.parse_args()
+    path = pathlib.Path(args.kind)
+    constants = Constants.from_json(path.read_text()) if path.is_file() else constants_of(args.kind)
+    if constants is None:
+        parser.error(f"no constants of {args.kind}; run `python -m cp_dispatch calibrate`")
+    rows = [row for path in args.results for row in json.loads(path.read_text())["rows"]]
+    found = points(rows, constants)
     print("\n".join(map(show, sorted(found, key=lambda point: str(point.shape)))))
-    print(summary(found))
+    waiting = [point for point in found if point.waiting]
+    print(f"bound by the host: {summary(waiting)}")
+    print(f"bound by the GPUs: {summary([point for point in found if not point.waiting])}")
+    print(f"all: {summary(found)}")
 
 
 if __name__ == "__main__":

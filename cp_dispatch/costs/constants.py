@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import re
+import statistics
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
@@ -89,14 +90,15 @@ class Constants:
         weight = (1 / max(few, heads) - 1 / many) / (1 / few - 1 / many)
         return seconds + weight * max(0.0, by_heads[few][name](flops) - seconds)
 
-    def floor(self, backend: str, schedule: str, direction: str, ranks: int) -> float:
-        """The line through the two points with most ranks, or the one there is."""
-        points = sorted(self.floors.get(backend, {}).get(schedule, {}).get(direction, ()))
-        if not points:
-            return 0.0
-        (r1, s1), (r0, s0) = points[-1], points[-2] if len(points) > 1 else points[-1]
-        slope = max(0.0, (s1 - s0) / (r1 - r0)) if r1 != r0 else 0.0
-        return max(0.0, s1 + slope * (ranks - r1)) if ranks >= r0 else s0
+    def floor(self, schedule: str, direction: str, ranks: int) -> float:
+        """The median over backends, whose calls cost the host less than its moods do; of each the
+        line through the two points with most ranks, or the one there is."""
+        found = [
+            _line(sorted(schedules[schedule][direction]), ranks)
+            for schedules in self.floors.values()
+            if schedules.get(schedule, {}).get(direction)
+        ]
+        return statistics.median(found) if found else 0.0
 
     def to_json(self) -> str:
         def plain(x):
@@ -148,6 +150,12 @@ class Constants:
             raise ContextParallelError(
                 f"these are not constants as `python -m cp_dispatch calibrate` writes them: {error}"
             ) from error
+
+
+def _line(points: list[tuple[int, float]], ranks: int) -> float:
+    (r1, s1), (r0, s0) = points[-1], points[-2] if len(points) > 1 else points[-1]
+    slope = max(0.0, (s1 - s0) / (r1 - r0)) if r1 != r0 else 0.0
+    return max(0.0, s1 + slope * (ranks - r1)) if ranks >= r0 else s0
 
 
 def kind_of(device_name: str) -> str:

@@ -50,7 +50,7 @@ def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Pre
     for direction in ("forward", "backward"):
         model = _Model(plan, constants, links, fitting[0], direction)
         seconds = max(_PHASES[plan.schedule](model, rank) for rank in _looked_at(plan.world_size))
-        floor = constants.floor(plan.backend, plan.schedule, direction, plan.world_size)
+        floor = constants.floor(plan.schedule, direction, plan.world_size)
         found.append(max(seconds, floor * _stages(plan)))
     return Prediction(*found)
 
