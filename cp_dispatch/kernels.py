@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from cp_dispatch import recomputed
@@ -18,6 +19,7 @@ from cp_dispatch.schedules.job import Job
 
 _jobs: dict[tuple, tuple] = {}  # jobs without tensors, and the groups that they were made for
 _MAX_JOBS = 1024
+_BOOL = torch.bool
 
 
 def job_of(
@@ -26,6 +28,9 @@ def job_of(
     layout, mask_order,
 ):  # fmt: skip
     """The job that an op's arguments describe, and its schedule."""
+    if attn_mask is not None and not (attn_mask.is_floating_point() or attn_mask.dtype is _BOOL):
+        # Inductor's kernels for CPU make integers of a boolean mask that a collective moves.
+        attn_mask = attn_mask != 0
     if attn_mask is not None or dropout_seed is not None:
         group = resolve_group(group_name) if group_name else None
         dropout = None

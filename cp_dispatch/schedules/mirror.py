@@ -23,7 +23,8 @@ from cp_dispatch.schedules.mailbox import rows_for
 
 def fits(query_length: int, key_length: int, world_size: int) -> bool:
     """Whether every rank has a shard of the same, even length."""
-    return query_length == key_length and query_length % (2 * world_size) == 0
+    alike = query_length == key_length and query_length % (2 * world_size) == 0
+    return alike and query_length > 0
 
 
 def pair_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:

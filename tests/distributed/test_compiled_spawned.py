@@ -399,6 +399,28 @@ def exported(env: Env) -> None:
 CAUSAL = Problem(causal=True, key_heads=2, length=128)
 
 
+def sharded_padding_mask(env: Env, backend: str) -> None:
+    """Inductor makes integers of a boolean mask that a collective moves; not a bias, here."""
+    if backend == "inductor" and not _has_compiler():
+        print("no C++ compiler, nothing to test")
+        return
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 4, 32, 16, generator=generator) for _ in range(2))
+    mask = torch.ones(2, 1, 1, 32, dtype=torch.bool)
+    mask[1, ..., 20:] = False
+    attend = compile_once(
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m), backend
+    )
+    for dim in (16, 24):  # the CPU's flash kernel, and math
+        value = torch.randn(2, 4, 32, dim, generator=generator)
+        want = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        inputs = [distribute(x, env.mesh(), ROWS) for x in (query, key, value)]
+        with cp_dispatch.enabled():
+            got = attend(*inputs, distribute(mask, env.mesh(), (Shard(3),)))
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
 def checkpoint_in_another_order(env: Env) -> None:
     """Compiled graphs hand on the memory by which it shows."""
     torch._dynamo.reset()
@@ -452,6 +474,10 @@ CASES = {
     "checkpoint": functools.partial(whole_step, checkpointed=True),
     "checkpoint, dropout": functools.partial(whole_step, checkpointed=True, dropout=0.3),
     "checkpoint in another order": checkpoint_in_another_order,
+    **{
+        f"sharded padding mask {backend}": functools.partial(sharded_padding_mask, backend=backend)
+        for backend in ("aot_eager", "inductor")
+    },
     "selective": functools.partial(whole_step, checkpointed=True, context_fn=saved),
     "selective by policy, dropout": functools.partial(
         whole_step, checkpointed=True, context_fn=by_policy, dropout=0.3

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import BlockBalanced, HeadTail
 from cp_dispatch.schedules import head_costs
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
@@ -163,6 +163,21 @@ def test_different_lengths(schedule, lengths, causal):
     length, key_length = lengths
     problem = Problem(heads=4, key_heads=2, length=length, key_length=key_length, causal=causal)
     judge(problem, 4, schedule, "math")
+
+
+@pytest.mark.parametrize("schedule, balancer", [
+    ("ulysses", BlockBalanced([1, 7, 6, 9, 3, 2], 2, 4)),  # blocks 3 4 5 | 0 1 2
+    ("ulysses", BlockBalanced([8.1, 5.4, 9.6, 6.0, 5.9, 4.4], 2, 4, near=True)),  # 0 1 3 | 2 4 5
+    ("hybrid:2", HeadTail(7, 4)),
+], ids=["halves", "near", "head-tail of 7"])  # fmt: skip
+def test_orders_that_are_their_own_inverse(schedule, balancer):
+    """Are no natural orders for that."""
+    there, back = balancer.indices, balancer.inverse
+    assert torch.equal(there, back) or schedule != "ulysses", there
+    assert not torch.equal(there[0], torch.arange(there.size(1)))
+    length = there.size(1)
+    problem = Problem(batch=2, heads=4, key_heads=4, length=length, dim=16, causal=True)
+    judge(problem, balancer.world_size, schedule, "math", balancer=balancer)
 
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])

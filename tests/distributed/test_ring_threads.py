@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
+from cp_dispatch.schedules import CHOICES
 from tests.distributed.calls import only
 from tests.distributed.reference import Problem, check, exact, one_device, rounding
 from tests.distributed.sharded import SEQUENCE, distribute, run_sharded
@@ -319,3 +320,21 @@ def test_calls_after_calls_reuse_nothing_stale():
             check([x.full_tensor().detach() for x in got], want, single)
 
     run_threads(3, rank_body)
+
+
+@pytest.mark.parametrize("schedule", CHOICES)
+def test_no_rows_at_all(schedule):
+    """As one device: nothing, and gradients of nothing."""
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        leaves = [
+            distribute(torch.zeros(2, 4, 0, 16), mesh, [Shard(2)]).requires_grad_()
+            for _ in range(3)
+        ]
+        output = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        grads = torch.autograd.grad(output, leaves, output)
+        assert [x.shape for x in (output, *grads)] == [(2, 4, 0, 16)] * 4
+
+    with cp_dispatch.enabled(schedule=schedule):
+        run_threads(2, rank_body)
