@@ -300,6 +300,8 @@ def planned(problem: Problem, inputs, mode: str) -> dict:
     """What the plan says about a call of ours: its schedule, and the seconds that the constants of
     this kind of GPU predict, where there are some."""
     gqa = inputs[0].shape[1] != inputs[1].shape[1]
+    if mode != "fwd":  # what is faster may depend on whether there is a backward
+        inputs = [x.detach().requires_grad_() for x in inputs]
     plan = cp_dispatch.explain(*inputs, is_causal=problem.args.causal, enable_gqa=gqa)
     found = {"schedule": plan.op_schedule}
     for name, forward, backward in plan.predictions or ():
