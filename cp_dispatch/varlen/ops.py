@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import below_autograd, resolve_group
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
@@ -53,6 +54,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tenso
         if 0 in (query.size(1), key.size(1)):
             return _outlines(query)
         out, lse = job.forward(query, job.exchange.bring(ring, key, value), scale)
+    recomputed.note(lse, options[-1])
     return out.contiguous(), lse
 
 
@@ -61,6 +63,7 @@ def _backward(
     logsumexp: Tensor, *options,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *options, key_grad = options
+    recomputed.check(logsumexp, options[-1])
     job, ring, scale = _prepared(query, key, *options)
     query, key, value = map(_dense, (query, key, value))
     with part("varlen_backward"):

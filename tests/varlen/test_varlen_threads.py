@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
@@ -403,3 +404,23 @@ def test_debug_mode_compares_documents(monkeypatch):
 
     with cp_dispatch.enabled():
         run_threads(2, body)
+
+
+@pytest.mark.parametrize("first, second", [(None, HeadTail(48, 2)), (HeadTail(48, 2), None)])
+def test_a_checkpoint_recomputed_in_another_order_raises(first, second):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        leaves = [distribute(x, mesh, ROWS).requires_grad_() for x in BASE.tensors()[:3]]
+
+        def attend(query, *keys):
+            return BASE.attend(query.sin(), *keys, BASE.starts())[0]
+
+        with cp_dispatch.enabled(layout=first):
+            outs = [checkpoint(attend, *leaves, use_reentrant=False) for _ in range(2)]
+        with cp_dispatch.enabled(layout=second):
+            with pytest.raises(ContextParallelError, match="in another order"):
+                outs[0].sum().backward()
+        with cp_dispatch.enabled(layout=first):
+            outs[1].sum().backward()
+
+    run_threads(2, body)
