@@ -82,10 +82,23 @@ def dense(num: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Lists of blocks ``(..., R)``, ``(..., R, n)`` as a bool table ``(..., R, columns)``."""
     width = indices.size(-1)
     listed = torch.arange(width, device=num.device) < num.unsqueeze(-1)
-    # What is beyond a list's end goes to a column that is cut off.
-    places = torch.where(listed, indices, columns).long()
+    # What is beyond a list's end, or the last block, goes to a column that is cut off.
+    places = torch.where(listed, indices, columns).long().clamp_(max=columns)
     table = torch.zeros((*num.shape, columns + 1), dtype=torch.bool, device=num.device)
     return table.scatter_(-1, places, True)[..., :columns]
+
+
+# What :func:`listed` says of a block that is computed: ``mask_mod`` decides, or it is not asked.
+PARTIAL, FULL = 1, 2
+
+
+def listed(mask: Blocks, columns: int) -> Tensor:
+    """``(B, H, R, columns)`` int8: how blocks are listed, 0 for those that are not."""
+    partial = dense(mask.kv_num, mask.kv_indices, columns)
+    table = partial.to(torch.int8) * PARTIAL
+    if mask.full_kv_num is None:
+        return table
+    return table.masked_fill_(dense(mask.full_kv_num, mask.full_kv_indices, columns), FULL)
 
 
 def lists(table: Tensor) -> tuple[Tensor, Tensor]:

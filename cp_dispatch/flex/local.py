@@ -17,7 +17,7 @@ from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall, sharded_dims
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
-from cp_dispatch.flex.mods import Place, pieces
+from cp_dispatch.flex.mods import Listed, Place, pieces
 from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.rows import split_rows
@@ -198,7 +198,15 @@ class LocalFlex:
         if self.plan.world_size > 1 and lanes == 1:
             found = pieces(self.queries.spans(self.rank))
         table = lanes if self.plan.world_size > 1 and found is None else 0
-        return Place(self.part[0], self.part[2], found, table)
+        return Place(self.part[0], self.part[2], found, table, listed=self._listed)
+
+    @functools.cached_property
+    def _listed(self) -> Listed | None:
+        """See Note [Lists in dense kernels]."""
+        if compiles_for_inductor():
+            return None
+        batch, heads = self.call.mask.lists.kv_num.shape[:2]
+        return Listed(self.call.mask.block_size, batch > 1, heads > 1, self.has_local_rows)
 
     def place_of(self, heads: Span) -> Place:
         """:attr:`place` of some heads, counted from this rank's first."""
@@ -220,10 +228,16 @@ class LocalFlex:
 
     def buffers(self) -> tuple[tuple, tuple]:
         """What the mods of :attr:`place` take: of ``score_mod`` and of ``mask_mod``."""
-        return tuple(
+        of_score, of_mask = (
             self.place.buffers(captured.for_kernel(given, self.plan, self.part), self._table)
             for given in (self.call.score_buffers, self.call.mask_buffers)
         )
+        return of_score, of_mask if self._listed is None else (*of_mask, self._listed_table)
+
+    @functools.cached_property
+    def _listed_table(self) -> Tensor:
+        columns = -(-self.plan.key_length // self.call.mask.block_size[1])
+        return self._listed.table(_OPS.flex_listed(*self.call.mask.tensors, columns))
 
     # -- Keys and their gradients -----------------------------------------------------------
 

@@ -1,4 +1,14 @@
-"""The user's ``score_mod`` and ``mask_mod``, called with true indices by a kernel on local rows."""
+"""The user's ``score_mod`` and ``mask_mod``, called with true indices by a kernel on local rows.
+
+Note [Lists in dense kernels]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Compiled kernels look at no block that the mask does not list, and do not ask ``mask_mod`` in full
+ones. Uncompiled, or in graphs that are not for inductor, torch computes all scores and asks
+``mask_mod`` alone. Masks of ``create_block_mask`` say the same both ways; lists made or cut by hand
+may say less than the mod, and keys that no list names do not come here. So in dense kernels the
+user's lists are part of the mod, as a table of the user's blocks at true indices: that is exact
+also where a block of this rank's rows covers several of theirs. Compiled kernels get no table.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cp_dispatch.flex.cut import FULL, PARTIAL
 from cp_dispatch.layouts import Span
 
 # With more pieces than this a kernel reads positions from a table instead.
@@ -41,11 +52,38 @@ def pieces(spans: tuple[Span, ...]) -> Pieces | None:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """A block mask's lists as part of its ``mask_mod``; see Note [Lists in dense kernels]."""
+
+    #: Rows and keys of a block.
+    blocks: tuple[int, int]
+    #: Whether the table has a dim of batch rows and one of heads.
+    batch: bool = False
+    heads: bool = False
+    #: Whether its rows of blocks are those of this rank's rows, not of all queries.
+    local_rows: bool = False
+
+    def table(self, listed: Tensor) -> Tensor:
+        """What ``flex_listed`` made, without the dims that the mask does not tell apart."""
+        # Chosen here, for torch's vmap over a mod takes no numbers among indices.
+        listed = listed if self.heads else listed.select(1, 0)
+        return listed if self.batch else listed.select(0, 0)
+
+    def __call__(self, seen, table: Tensor, b, h, row, q_idx, kv_idx):
+        """``seen`` where the lists leave it to the mod."""
+        rows, keys = self.blocks
+        index = (b,) * self.batch + (h,) * self.heads
+        kind = table[(*index, (row if self.local_rows else q_idx) // rows, kv_idx // keys)]
+        return (kind == FULL) | ((kind == PARTIAL) & seen)
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a rank's local indices stand among all: its first batch row, its first head, and the
     positions of its rows, by ``pieces`` or by a table ``(L,)`` or ``(lanes, L)`` int32.
 
-    The mods that it makes take the table, if there is one, as the last captured buffer.
+    The mods that it makes take the table, if there is one, as the last captured buffer; a
+    ``mask_mod`` that heeds the lists of blocks takes their table after it.
     """
 
     first_batch: int = 0
@@ -56,9 +94,11 @@ class Place:
     #: keys that its owner has not, the positions that are the owner's.
     keys: Pieces | None = None
     owned: tuple[Span, ...] | None = None
+    listed: Listed | None = None
 
     @property
     def is_identity(self) -> bool:
+        """Whether local indices are the true ones."""
         return (
             not self.first_batch
             and not self.first_head
@@ -73,12 +113,16 @@ class Place:
 
     def mask_mod(self, mod: Callable) -> Callable:
         """``mod(b, h, q_idx, kv_idx, *buffers)`` on local indices."""
-        if self.is_identity:
+        if self.is_identity and self.listed is None:
             return mod
 
         def mask_mod(b, h, row, kv_idx, *buffers):
+            if self.listed is not None:
+                *buffers, listed = buffers
             b, h, q_idx, kv_idx, buffers = self._true(b, h, row, kv_idx, buffers)
             seen = mod(b, h, q_idx, kv_idx, *buffers)
+            if self.listed is not None:
+                seen = self.listed(seen, listed, b, h, row, q_idx, kv_idx)
             return seen if self.owned is None else seen & self._is_owned(kv_idx)
 
         return mask_mod

@@ -20,7 +20,7 @@ from torch import Tensor
 from cp_dispatch._compat import resolve_group
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex.cut import cut, pack, packed_size
+from cp_dispatch.flex.cut import Blocks, cut, listed, pack, packed_size
 from cp_dispatch.flex.mask_job import MaskJob, kept
 from cp_dispatch.flex.pulled import bring, bring_back
 from cp_dispatch.flex.rows import rows_of, split_rows
@@ -56,6 +56,8 @@ SCHEMAS = (
     f"{MASK}, int hop) -> (Tensor, Tensor)",
     "flex_order(Tensor like, str layout, int ring_rank, SymInt[] part, SymInt rows) -> Tensor",
     "flex_apart(Tensor[] parts) -> Tensor[]",
+    "flex_listed(Tensor kv_num, Tensor kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices, "
+    "SymInt columns) -> Tensor",
 )
 
 
@@ -210,6 +212,15 @@ def _flex_apart(parts: list[Tensor]) -> list[Tensor]:
     return [x.clone() for x in parts]
 
 
+def _flex_listed(kv_num, kv_indices, full_kv_num, full_kv_indices, columns) -> Tensor:
+    """How every block is listed; see :func:`cp_dispatch.flex.cut.listed`."""
+    return listed(Blocks(kv_num, kv_indices, full_kv_num, full_kv_indices), columns)
+
+
+def _flex_listed_fake(kv_num, kv_indices, full_kv_num, full_kv_indices, columns):
+    return kv_num.new_empty((*kv_num.shape, columns), dtype=torch.int8)
+
+
 def check_rows(job: MaskJob, key: Tensor) -> None:
     """A graph that was compiled for another length must not answer."""
     wanted = job.keys.rows(job.ring_rank)
@@ -238,10 +249,10 @@ define(
     SCHEMAS,
     (
         _flex_cut, _flex_bring, _flex_bring_back, _flex_hop, _flex_hop_back, _flex_order,
-        _flex_apart,
+        _flex_apart, _flex_listed,
     ),
     (
         _flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_hop_fake,
-        _flex_hop_back_fake, _flex_order_fake, _flex_apart,
+        _flex_hop_back_fake, _flex_order_fake, _flex_apart, _flex_listed_fake,
     ),
 )  # fmt: skip

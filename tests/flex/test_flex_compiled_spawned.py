@@ -10,11 +10,13 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Shard, distribute_module
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import cp_dispatch
 from cp_dispatch import HeadTail
 from cp_dispatch.flex import flight, plain
+from cp_dispatch.flex import local as flex_local
+from cp_dispatch.flex.cut import FULL, PARTIAL, lists
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 from tests.flex.problems import (
@@ -55,8 +57,8 @@ class Graphs:
         return compiler
 
 
-CUT, BRING, BACK, ORDER = (
-    f"cp_dispatch.flex_{name}.default" for name in ("cut", "bring", "bring_back", "order")
+CUT, BRING, BACK, ORDER, LISTED = (
+    f"cp_dispatch.flex_{name}.default" for name in ("cut", "bring", "bring_back", "order", "listed")
 )
 
 
@@ -85,10 +87,10 @@ def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> N
         for name, x in got.items():
             torch.testing.assert_close(x, want[name])
     (forward,), (backward,) = graphs.forward, graphs.backward
-    assert forward == {CUT: 1, BRING: 1, "flex_attention": 1}, forward
+    assert forward == {CUT: 1, LISTED: 1, BRING: 1, "flex_attention": 1}, forward
     # What the forward made of the mask is kept for the backward, the keys are not.
     assert backward[BRING] == backward[BACK] == backward["flex_attention_backward"] == 1, backward
-    assert CUT not in backward and ORDER not in backward, backward
+    assert not {CUT, ORDER, LISTED} & set(backward), backward
 
 
 def compiled_ring(env: Env) -> None:
@@ -127,7 +129,9 @@ def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
     start, arrive, give, collect = (
         f"cp_dispatch.flex_{name}.default" for name in ("start", "arrive", "give", "collect")
     )
-    assert forward == {CUT: 1, start: 1, arrive: count, "flex_attention": count}, forward
+    assert forward == {
+        CUT: 1, LISTED: 1, start: 1, arrive: count, "flex_attention": count,
+    }, forward  # fmt: skip
     assert backward == {
         start: 1, arrive: count, give: count, collect: 1, "flex_attention_backward": count,
     }, backward  # fmt: skip
@@ -256,7 +260,13 @@ def inductor_groups(env: Env) -> None:
 def inductor(env: Env, problem=None) -> None:
     """The kernel that inductor makes for CPU (which has no backward); the second time from torch's
     caches, which all ranks share and whose keys must tell them apart."""
-    problem = problem or FlexProblem("documents", 250, block=64)
+    with pytest.MonkeyPatch.context() as patch:
+        # Its kernels go by the lists themselves: none of this is in their graphs.
+        patch.setattr(flex_local, "Listed", None)
+        _inductor(env, problem or FlexProblem("documents", 250, block=64))
+
+
+def _inductor(env: Env, problem) -> None:
     mods = problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
     inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in problem.tensors()[:3]]
@@ -268,6 +278,36 @@ def inductor(env: Env, problem=None) -> None:
             attend = torch.compile(flex_attention, fullgraph=True)
             got = attend(*inputs, block_mask=mask).full_tensor()
         check({"output": got}, {"output": exact(problem)["output"]}, single)
+
+
+def lists_hold(env: Env, backend: str, schedule: str = "auto") -> None:
+    """Lists that say less than the mod, or more, in graphs that are not for inductor too."""
+    torch._dynamo.reset()
+    length, block = 100, 8
+    kinds = torch.randint(0, 3, (1, 2, 13, 13), generator=torch.Generator().manual_seed(0))
+    mask = BlockMask.from_kv_blocks(
+        *lists(kinds == PARTIAL), *lists(kinds == FULL), BLOCK_SIZE=block, mask_mod=causal,
+        seq_lengths=(length, length),
+    )  # fmt: skip
+    place = torch.arange(length)
+    asked = kinds.repeat_interleave(block, 2).repeat_interleave(block, 3)[..., :length, :length]
+    seen = (asked == FULL) | ((asked == PARTIAL) & (place[:, None] >= place))
+    *whole, grad = (x.double() for x in FlexProblem("none", length).tensors()[:4])
+    leaves = [x.clone().requires_grad_() for x in whole]
+    scores = (leaves[0] @ leaves[1].mT / 4).masked_fill(~seen, -1e300)
+    want = torch.softmax(scores, -1) * seen.any(-1, keepdim=True) @ leaves[2]
+    want = [want, *torch.autograd.grad(want, leaves, grad)]
+    attend = torch.compile(flex_attention, fullgraph=True, backend=backend)
+    for layout in (None, HeadTail(length, env.world_size)):
+        order = torch.arange(length) if layout is None else layout.indices[0]
+        leaves = [distribute(x[:, :, order], env.mesh(), [Shard(2)]) for x in whole]
+        leaves = [x.requires_grad_() for x in leaves]
+        with gradients_on_cpu(), cp_dispatch.enabled(schedule=schedule, layout=layout):
+            out = attend(*leaves, block_mask=mask)
+            tangent = distribute(grad[:, :, order], env.mesh(), [Shard(2)])
+            got = [out, *torch.autograd.grad(out, leaves, tangent)]
+        for mine, true in zip(got, want, strict=True):
+            torch.testing.assert_close(mine.full_tensor()[:, :, order.argsort()], true)
 
 
 class OfBlocks(Graphs):
@@ -370,6 +410,9 @@ CASES = {
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
     "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),
     "follows the setting": follows_the_setting,
+    "lists hold": functools.partial(lists_hold, backend="aot_eager"),
+    "lists hold in a ring": functools.partial(lists_hold, backend="aot_eager", schedule="ring"),
+    "lists hold, eager graphs": functools.partial(lists_hold, backend="eager"),
     "inductor": inductor,
     "inductor, groups": inductor_groups,
     "plain in a block": functools.partial(plain_in_a_block, kind="relative bias"),

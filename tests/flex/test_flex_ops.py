@@ -49,6 +49,11 @@ def test_cut(layout, rank, full):
         )
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_listed(full):
+    torch.library.opcheck(OPS.flex_listed.default, (*arguments(37, full)[:4], 5), test_utils=CHECKS)
+
+
 @pytest.mark.parametrize("length", [16, 21])
 def test_bring(length):
     mask, (key, value) = arguments(length, True), keys(length)
