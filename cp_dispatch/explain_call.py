@@ -59,23 +59,26 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
     if context is None:
         why = "no argument is a DTensor, and no block of context_parallel is on in this thread"
         return Plan("stock", reasons=(why,), call=call.describe())
+    assumed: list[str] = []
     try:
-        plan = _explain_shards(context, without_causal_bias(call))
+        plan = _explain_shards(context, without_causal_bias(call), assumed)
     except ContextParallelError as error:
         plan = Plan("refused", reasons=(getattr(error, "reason", str(error)),))
+    plan = dataclasses.replace(plan, reasons=(*plan.reasons, *assumed))
     return dataclasses.replace(plan, call=words(context, call))
 
 
-def _explain_shards(context: PlainContext, given: Call) -> Plan:
+def _explain_shards(context: PlainContext, given: Call, assumed: list[str]) -> Plan:
+    """``assumed`` gets what was assumed, in words, whether or not the call is refused."""
     call = formed(context, given)
     if call is None:
         return Plan("stock", reasons=("context_parallel is over one rank",))
-    shares, assumed = _shares(context, call)
+    shares = _shares(context, call, assumed)
     plan, sharded_dim = decided(context, given, call, shares)
     if plan.handler == "cp_dispatch":
         plan = in_words(plan, spread_call(context.mesh, call, shares.lengths, sharded_dim))
         plan = _with_costs(plan, call, context.mesh)
-    return dataclasses.replace(plan, reasons=(*plan.reasons, *assumed))
+    return plan
 
 
 def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
@@ -88,11 +91,11 @@ def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
     return dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
 
 
-def _shares(context: PlainContext, call: Call) -> tuple[Shares, list[str]]:
-    """What the ranks hold as far as this one can know, and in words what it assumes."""
+def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:
+    """What the ranks hold as far as this one can know; ``assumed`` gets in words what it cannot."""
     if not context.uneven:
-        return even_shares(context, call), []
-    mesh, assumed = context.mesh, []
+        return even_shares(context, call)
+    mesh = context.mesh
     chunks = {n: [x.length for x in chunk(Span(0, n), mesh.size())] for n in context.whole_lengths}
     lengths, owns, sizes = [], [], []
     for dim, name in ((ROWS, "query"), (KEYS, "key")):
@@ -108,4 +111,8 @@ def _shares(context: PlainContext, call: Call) -> tuple[Shares, list[str]]:
         owns.append(fitting[0])
         size = 1 if call.attn_mask is None else int(call.attn_mask.shape[dim])
         sizes.append(owns[-1] if size == local != 1 else [size] * mesh.size())
-    return Shares(tuple(lengths), tuple(owns), tuple(sizes)), assumed
+        if size == local == 1 and call.attn_mask is not None:
+            assumed.append(
+                f"assumed that attn_mask's size 1 means every {name}: this rank holds a single one"
+            )
+    return Shares(tuple(lengths), tuple(owns), tuple(sizes))

@@ -84,8 +84,10 @@ def _mask(context: PlainContext, theirs, given: dict):
     offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
     mesh = context.mesh
     from_zero = count_from_zero(rows)
-    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None, from_zero))
-    of_rows, of_keys, special, cached, padded, counted = ranks
+    # Behind padding positions may begin anywhere.
+    pads = padding is not None and (padding == 0).any()
+    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None, from_zero, pads))
+    of_rows, of_keys, special, cached, padded, counted, pads = ranks
     total = sum(of_rows)
     if any(cached):
         _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
@@ -99,7 +101,8 @@ def _mask(context: PlainContext, theirs, given: dict):
     if len(set(padded)) > 1 or not (of_keys == of_rows or set(of_keys) == {total}):
         _refuse("attention_mask must be this rank's part, or the whole one, on every rank", ranks)
     layout = context.layout(total)
-    if context.order_is_known and (layout is None or layout.seq_len == total):
+    known = context.order_is_known and (layout is None or layout.seq_len == total)
+    if known and not any(pads):
         wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
         if wrong:
             _refuse(
@@ -157,7 +160,9 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
 
 
 def _refuse(reason: str, ranks: list[list[int]], otherwise: str = "; or "):
-    names = "rows", "keys", "more than positions", "cached", "padding mask", "positions from 0"
+    names = (
+        "rows", "keys", "more than positions", "cached", "padding mask", "positions from 0", "pads",
+    )  # fmt: skip
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
     raise ContextParallelError(
         f"a mask that transformers makes inside context_parallel is refused: {reason}{otherwise}"

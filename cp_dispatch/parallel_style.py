@@ -159,6 +159,13 @@ class ContextParallel(ParallelStyle):
 
     @torch.compiler.disable
     def _enter_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+        try:
+            return self._entered_flex(mesh, module, args, kwargs)
+        except ContextParallelError as error:
+            tell_refusal(mesh, error)
+            raise
+
+    def _entered_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
         places = find_inputs(module, args, kwargs)
         given = [value_at(place, args, kwargs) for place in places]
         wholes = self._wholes(mesh, given)

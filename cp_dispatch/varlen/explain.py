@@ -13,6 +13,7 @@ from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
+from cp_dispatch.varlen.refusal import PLAIN_SHARDS
 from cp_dispatch.varlen.rule import local_starts
 from cp_dispatch.varlen.traffic import traffic_of
 
@@ -37,11 +38,14 @@ def explain_varlen(
         cu_seq_q, cu_seq_k: ``(documents + 1,)`` int32, of the whole sequence.
         window_size: ``(left, right)``, -1 for all.
     """
-    from cp_dispatch.toggle import current_options
+    from cp_dispatch.toggle import current_options, plain_context
 
     call = VarlenCall(query, key, value, cu_seq_q, cu_seq_k, window_size=window_size)
     described = call.describe()
-    if not any(isinstance(x, DTensor) for x in call.tensors.values()):
+    given = (*call.tensors.values(), *call.starts.values())
+    if not any(isinstance(x, DTensor) for x in given):
+        if plain_context() is not None:
+            return VarlenPlan("refused", reasons=(PLAIN_SHARDS,), call=described)
         return VarlenPlan("stock", reasons=("no argument is a DTensor",), call=described)
     options = current_options()
     if options is None:

@@ -18,6 +18,7 @@ from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.varlen.call import VarlenCall
+from cp_dispatch.varlen.refusal import PLAIN_SHARDS
 from cp_dispatch.varlen.rule import attend
 
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
@@ -66,14 +67,7 @@ def _before(op: str, kernel, current_options, plain_context):
                 return _attend(op, options, args, kwargs)
         # A trace goes on to torch's, and its graph raises where it runs.
         elif not any(is_fake(x) for x in tensors) and (context := plain_context()) is not None:
-            error = ContextParallelError(
-                "varlen_attn of plain tensors inside context_parallel, or in a module with the "
-                "style ContextParallel, would attend to this rank's shard alone. Supported there: "
-                "scaled_dot_product_attention, with documents as an attn_mask, and flex_attention, "
-                "with documents in a BlockMask that is among the buffers; supported on DTensors "
-                "with cp_dispatch.enable(): varlen_attn. To attend to local tensors alone, call it "
-                "outside of the block."
-            )
+            error = ContextParallelError(PLAIN_SHARDS)
             tell_refusal(context.mesh, error)
             raise error
         return kernel.call_boxed(keyset, *args, **kwargs)
@@ -97,8 +91,11 @@ def _options_now(current_options):
 
 def _attend(op: str, options, args, kwargs):
     if op != "_varlen_attn":
-        raise ContextParallelError(
+        error = ContextParallelError(
             "varlen_attn_out is not supported on DTensors, for it writes into a tensor of the "
             "caller; use varlen_attn, or cp_dispatch.disable()"
         )
+        given = *args, *kwargs.values()
+        tell_refusal(next(x for x in given if isinstance(x, DTensor)).device_mesh, error)
+        raise error
     return attend(options, VarlenCall(*args, **kwargs))

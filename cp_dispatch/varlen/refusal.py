@@ -27,6 +27,16 @@ _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
 
 
+PLAIN_SHARDS = (
+    "varlen_attn of plain tensors inside context_parallel, or in a module with the style "
+    "ContextParallel, would attend to this rank's shard alone. Supported there: "
+    "scaled_dot_product_attention, with documents as an attn_mask, and flex_attention, with "
+    "documents in a BlockMask that is among the buffers; supported on DTensors with "
+    "cp_dispatch.enable(): varlen_attn. To attend to local tensors alone, call it outside of the "
+    "block."
+)
+
+
 def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
     """All reasons why the call is not supported; none if it is."""
     reasons = [

@@ -76,8 +76,7 @@ def _check_agreement(options: Options, call: VarlenCall) -> None:
     wanted = [getattr(x, "requires_grad", None) for x in call.tensors.values()]
     lines = [call.describe(), f"{options}", f"gradients wanted: {wanted}", f"documents: {found}"]
     text = "\n".join("    " + line for part in lines for line in part.splitlines())
-    if any(isinstance(x, DTensor) for x in call.tensors.values()):
-        agree("varlen_attn", text, list(call.tensors.values()))
+    agree("varlen_attn", text, [*call.tensors.values(), *call.starts.values()])
 
 
 def local_starts(*starts: Tensor) -> list[Tensor]:

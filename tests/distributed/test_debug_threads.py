@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
@@ -19,6 +21,7 @@ from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
 
+varlen_attn_out = getattr(varlen, "varlen_attn_out", None)
 ONES = torch.ones(16, 16, dtype=torch.bool)
 
 
@@ -167,5 +170,48 @@ def test_varlen_attn_on_one_rank():
                 varlen_attn(packed, packed, packed, ends, ends, 8, 8)
             else:
                 F.scaled_dot_product_attention(own, own, own)
+
+    on_mesh(2, body)
+
+
+def test_varlen_attn_out_on_one_rank():
+    def body(mesh):
+        own = [distribute(torch.randn(16, 2, 8), mesh, [Shard(0)]) for _ in range(3)]
+        ends = torch.tensor([0, 16], dtype=torch.int32)
+        with cp_dispatch.enabled(), refused(mesh, "varlen_attn_out is not supported"):
+            if mesh.get_local_rank() == 0:
+                varlen_attn_out(torch.empty_like(own[0]), *own, ends, ends, 16, 16)
+            else:
+                varlen_attn(*own, ends, ends, 16, 16)
+
+    if varlen_attn_out is None:
+        pytest.skip("torch 2.11 has no varlen_attn_out")
+    on_mesh(2, body)
+
+
+def test_modules_around_flex_attention():
+    class Flex(nn.Module):
+        def forward(self, query, key, value):
+            return flex_attention(query, key, value)
+
+    def body(mesh):
+        module = Flex()
+        style = ContextParallel(seq_dim=2, attention_type="flex", balancer=None)
+        parallelize_module(module, mesh, style)
+        placement = Shard(1 if mesh.get_local_rank() == 0 else 2)
+        placed = distribute(torch.randn(1, 2, 16, 8), mesh, [placement])
+        with refused(mesh, "takes plain shards, or DTensors"):
+            module(placed, placed, placed)
+
+    on_mesh(2, body)
+
+
+def test_lengths_of_shards_in_the_style_are_no_disagreement():
+    def body(mesh):
+        module = Attention()
+        parallelize_module(module, mesh, ContextParallel(seq_dim=2, balancer=None))
+        whole = torch.randn(1, 2, 17, 8, generator=torch.Generator().manual_seed(0))
+        got = module(distribute(whole, mesh, [Shard(2)])).full_tensor()
+        torch.testing.assert_close(got, Attention()(whole))
 
     on_mesh(2, body)

@@ -110,6 +110,21 @@ def test_it_does_not_communicate(monkeypatch):
     on_mesh(2, body)
 
 
+def test_what_was_assumed_of_a_call_that_it_refuses():
+    """The call may run: another rank holds other lengths."""
+
+    def body(mesh):
+        query, key = torch.randn(1, 1, 7, 8), torch.randn(1, 1, 8, 8)
+        mask = torch.ones(7, 8, dtype=torch.bool)
+        with context_parallel(mesh, buffers=[query, key], buffer_seq_dims=[2, 2], balancer=None):
+            plan = explain(query, key, key, mask)
+            F.scaled_dot_product_attention(query, key, key, mask)
+        return plan.handler, str(plan)
+
+    for handler, text in on_mesh(3, body):
+        assert handler == "cp_dispatch" or "assumed that every rank holds" in text, text
+
+
 def test_refusals_are_those_of_the_call(ran):
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]

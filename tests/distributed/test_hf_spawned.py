@@ -241,6 +241,25 @@ def refused_on_every_rank(env: Env) -> None:
     assert torch.equal(plain, build("Qwen2", env.device)(tokens).logits)
 
 
+def padding_of_a_whole_shard(env: Env) -> None:
+    """Positions that begin behind it count from 0 on a later rank, and are right."""
+    model = build("Llama", env.device)
+    tokens = batches(1)[0][0].to(env.device)
+    seen = torch.ones(1, LENGTH, dtype=torch.int64, device=env.device)
+    seen[:, : LENGTH // env.world_size] = 0
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    want = model(tokens, attention_mask=seen, position_ids=positions).logits
+    named = {"attention_mask": seen.clone(), "position_ids": positions.clone()}
+    buffers = [tokens.clone(), *named.values()]
+    with cp_dispatch.context_parallel(
+        env.mesh(), buffers=buffers, buffer_seq_dims=[1] * 3, balancer=None
+    ):
+        got = model(buffers[0], **named).logits
+    (got,) = cp_dispatch.unshard(env.mesh(), [got], [1])
+    rows = seen[0].bool()
+    torch.testing.assert_close(got[:, rows], want[:, rows], rtol=1e-4, atol=1e-4)
+
+
 def positions_not_given(env: Env) -> None:
     """A model counts those of each shard from 0: refused on every rank, also on those that hold
     just these."""
@@ -311,6 +330,7 @@ CASES = {
     "compiled": compiled,
     "refused on every rank": refused_on_every_rank,
     "positions that are not given": positions_not_given,
+    "padding of a whole shard": padding_of_a_whole_shard,
 }
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
@@ -424,3 +425,36 @@ def test_a_checkpoint_recomputed_in_another_order_raises(first, second):
             outs[1].sum().backward()
 
     run_threads(2, body)
+
+
+def test_flops_are_counted():
+    """Of the whole sequence, each row with the keys of its document, as torch counts."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        *inputs, grad = (distribute(x, mesh, ROWS) for x in BASE.tensors())
+        leaves = [x.requires_grad_() for x in inputs]
+        with cp_dispatch.enabled(), FlopCounterMode(display=False) as forward:
+            out, _ = BASE.attend(*leaves, BASE.starts())
+        with cp_dispatch.enabled(), FlopCounterMode(display=False) as backward:
+            torch.autograd.grad(out, leaves, grad)
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    want = 4 * BASE.heads * BASE.dim * sum(n * n for n in BASE.lengths)
+    assert run_threads(2, body) == [(want, want * 5 // 2)] * 2
+
+
+def test_explain_tells_what_is_refused_in_a_block():
+    starts = BASE.starts()[0]
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        shard = torch.zeros(24, 4, 8)
+        with cp_dispatch.context_parallel(mesh, buffers=[torch.zeros(48)], buffer_seq_dims=[0]):
+            plan = cp_dispatch.explain_varlen(shard, shard, shard, starts, starts)
+            with pytest.raises(ContextParallelError, match="this rank's shard alone"):
+                varlen_attn(shard, shard, shard, starts, starts, 20, 20)
+        return plan.handler, plan.reasons[0]
+
+    for handler, reason in run_threads(2, body):
+        assert handler == "refused" and "this rank's shard alone" in reason
