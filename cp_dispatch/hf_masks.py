@@ -84,10 +84,8 @@ def _mask(context: PlainContext, theirs, given: dict):
     offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
     mesh = context.mesh
     from_zero = count_from_zero(rows)
-    # Behind padding positions may begin anywhere.
-    pads = padding is not None and (padding == 0).any()
-    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None, from_zero, pads))
-    of_rows, of_keys, special, cached, padded, counted, pads = ranks
+    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None, from_zero))
+    of_rows, of_keys, special, cached, padded, counted = ranks
     total = sum(of_rows)
     if any(cached):
         _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
@@ -101,9 +99,13 @@ def _mask(context: PlainContext, theirs, given: dict):
     if len(set(padded)) > 1 or not (of_keys == of_rows or set(of_keys) == {total}):
         _refuse("attention_mask must be this rank's part, or the whole one, on every rank", ranks)
     layout = context.layout(total)
-    known = context.order_is_known and (layout is None or layout.seq_len == total)
-    if known and not any(pads):
+    if padding is not None and of_keys == of_rows:
+        (padding,) = unshard(mesh, [padding], [1], layout)
+    if context.order_is_known and (layout is None or layout.seq_len == total):
         wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
+        if layout is None and padding is not None:
+            # Behind nothing but padding they do count from 0.
+            wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
         if wrong:
             _refuse(
                 f"position_ids count on from 0 on ranks {wrong}, which hold other positions, as "
@@ -112,8 +114,6 @@ def _mask(context: PlainContext, theirs, given: dict):
                 ranks,
                 ". If they are right, because packed documents begin there, ",
             )
-    if padding is not None and of_keys == of_rows:
-        (padding,) = unshard(mesh, [padding], [1], layout)
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     if plain and ((skips[0] and (window is None or total < window)) or (skips[1] and not window)):
@@ -160,9 +160,7 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
 
 
 def _refuse(reason: str, ranks: list[list[int]], otherwise: str = "; or "):
-    names = (
-        "rows", "keys", "more than positions", "cached", "padding mask", "positions from 0", "pads",
-    )  # fmt: skip
+    names = "rows", "keys", "more than positions", "cached", "padding mask", "positions from 0"
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
     raise ContextParallelError(
         f"a mask that transformers makes inside context_parallel is refused: {reason}{otherwise}"

@@ -19,7 +19,6 @@ from cp_dispatch.schedules.job import Job
 
 _jobs: dict[tuple, tuple] = {}  # jobs without tensors, and the groups that they were made for
 _MAX_JOBS = 1024
-_BOOL = torch.bool
 
 
 def job_of(
@@ -28,7 +27,8 @@ def job_of(
     layout, mask_order,
 ):  # fmt: skip
     """The job that an op's arguments describe, and its schedule."""
-    if attn_mask is not None and not (attn_mask.is_floating_point() or attn_mask.dtype is _BOOL):
+    kind = None if attn_mask is None else attn_mask.dtype
+    if kind not in (None, torch.bool) and not kind.is_floating_point:
         # Inductor's kernels for CPU make integers of a boolean mask that a collective moves.
         attn_mask = attn_mask != 0
     if attn_mask is not None or dropout_seed is not None:

@@ -175,7 +175,8 @@ def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
             "lengths, which torch.compile cannot trace; pad the buffers",
         )  # fmt: skip
     if debug_is_on():  # ranks that refuse, or whose lengths are not uneven, do not come below
-        agree("scaled_dot_product_attention", f"    lengths are told next, {context}", (), mesh)
+        alike = dataclasses.replace(context, lengths=None)  # but for lengths of shards
+        agree("scaled_dot_product_attention", f"    lengths are told next, {alike}", (), mesh)
     sent = torch.tensor((*local, *of_mask), dtype=torch.int64, device=mesh.device_type)
     received = sent.new_empty(world_size * 4)
     all_gather_single(received, sent, group=mesh.get_group())

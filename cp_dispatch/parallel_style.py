@@ -160,22 +160,10 @@ class ContextParallel(ParallelStyle):
     @torch.compiler.disable
     def _enter_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
         try:
-            return self._entered_flex(mesh, module, args, kwargs)
+            places, given, context = self._found_in_flex(mesh, module, args, kwargs)
         except ContextParallelError as error:
             tell_refusal(mesh, error)
             raise
-
-    def _entered_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
-        places = find_inputs(module, args, kwargs)
-        given = [value_at(place, args, kwargs) for place in places]
-        wholes = self._wholes(mesh, given)
-        own = [x for x in given if not isinstance(x, DTensor)]
-        context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
-        if not context.order_is_known:
-            raise ContextParallelError(
-                "there is no telling in which order the shards lie, without buffers; pass "
-                'balancer="head-tail", a balancer, or None for natural order'
-            )
         known = [context.balancer.seq_len] if isinstance(context.balancer, Balancer) else []
         known += lengths_of_masks(args, kwargs)
         uneven = context.uneven or any(length % mesh.size() for length in known)
@@ -183,8 +171,22 @@ class ContextParallel(ParallelStyle):
         inputs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
         block = enabled(schedule=context.schedule, layout=context.layout(lengths[0]))
         block.__enter__()
-        _stack().append((module, block, bool(own)))
+        own = any(not isinstance(x, DTensor) for x in given)
+        _stack().append((module, block, own))
         return inputs
+
+    def _found_in_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+        """Where query, key and value are, they, and the block."""
+        places = find_inputs(module, args, kwargs)
+        given = [value_at(place, args, kwargs) for place in places]
+        wholes = self._wholes(mesh, given)
+        context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
+        if not context.order_is_known:
+            raise ContextParallelError(
+                "there is no telling in which order the shards lie, without buffers; pass "
+                'balancer="head-tail", a balancer, or None for natural order'
+            )
+        return places, given, context
 
     @torch.compiler.disable
     def _leave_flex(self, module: nn.Module, args, output):

@@ -33,8 +33,7 @@ class PlainContext:
     balancer: Balancer | str | None
     order_is_known: bool = True
     uneven: bool = False
-    # No part of the repr: what ranks compare must not tell what may differ.
-    lengths: frozenset[int] | None = field(default=None, repr=False)
+    lengths: frozenset[int] | None = None
     window: int | None = None
     whole_lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
 

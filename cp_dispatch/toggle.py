@@ -10,9 +10,8 @@ off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rul
 calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
 exactly: DTensor's tables hold rules of our own ops alone, from the import on. (What stands before
 ``varlen_attn`` goes with :func:`disable` alone; after blocks it stays and passes calls on.) While
-enabled,
-``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override. Graphs that
-torch.compile made are guarded, see Note [Guards].
+enabled, ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
+Graphs that torch.compile made are guarded, see Note [Guards].
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
 block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
@@ -28,13 +27,7 @@ import warnings
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import (
-    causal_bias,
-    compile_cache,
-    fused_modules,
-    graph_guards,
-    hf_masks,
-)
+from cp_dispatch import causal_bias, compile_cache, fused_modules, graph_guards, hf_masks
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,

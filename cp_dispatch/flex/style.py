@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dispatch._compat import all_gather_single
+from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.errors import ContextParallelError
 
 _NAMES = ("query", "key", "value")
@@ -88,6 +89,8 @@ def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, un
             x.shape[seq_dim] if isinstance(x, DTensor) else length * mesh.size()
             for x, length in zip(given, own, strict=True)
         ]
+    if debug_is_on():  # ranks that refuse do not come below
+        agree("flex_attention", "    lengths are told next", (), mesh)
     local = [0 if isinstance(x, DTensor) else n for x, n in zip(given, own, strict=True)]
     sent = torch.tensor(local, dtype=torch.int64, device=mesh.device_type)
     received = sent.new_empty(mesh.size() * len(own))

@@ -189,7 +189,10 @@ def test_varlen_attn_out_on_one_rank():
     on_mesh(2, body)
 
 
-def test_modules_around_flex_attention():
+@pytest.mark.parametrize("length", [16, 17])
+def test_modules_around_flex_attention(length):
+    """Also where ranks tell each other their lengths first."""
+
     class Flex(nn.Module):
         def forward(self, query, key, value):
             return flex_attention(query, key, value)
@@ -199,7 +202,7 @@ def test_modules_around_flex_attention():
         style = ContextParallel(seq_dim=2, attention_type="flex", balancer=None)
         parallelize_module(module, mesh, style)
         placement = Shard(1 if mesh.get_local_rank() == 0 else 2)
-        placed = distribute(torch.randn(1, 2, 16, 8), mesh, [placement])
+        placed = distribute(torch.randn(1, 2, length, 8), mesh, [placement])
         with refused(mesh, "takes plain shards, or DTensors"):
             module(placed, placed, placed)
 
