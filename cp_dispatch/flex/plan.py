@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Shard
 
-from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
 from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
@@ -17,6 +16,7 @@ from cp_dispatch.flex.refusal import refusals
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.options import Options
+from cp_dispatch.plan_by_need import PlanByNeed
 
 _RINGS = ("ring", "natural_ring", "mirrored_ring")
 #: Bytes of keys and values of all positions from which on "auto" is a ring, where that fits: a
@@ -31,7 +31,7 @@ _WHY = {
 
 
 @dataclass(frozen=True)
-class FlexPlan:
+class FlexPlan(PlanByNeed):
     """What happens to one call of ``flex_attention``.
 
     Attributes:
@@ -66,16 +66,6 @@ class FlexPlan:
     call: str = field(default="", compare=False)
 
     @property
-    def world_size(self) -> int:
-        """How many ranks share the sequence."""
-        return math.prod(self.ring_shape)
-
-    def bytes_sent(self, rank: int) -> int | None:
-        """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
-        again, and gives back the gradients of what it got. None without a look at the mask."""
-        return None if self.rows_sent is None else self.rows_sent[rank] * self.key_row_bytes
-
-    @property
     def extra_bytes(self) -> tuple[int, int]:
         """Extra memory of a forward and of a backward beside inputs and results: keys and values
         of all positions, and in a backward their gradients. In a ring, of one rank: what is there
@@ -88,23 +78,16 @@ class FlexPlan:
             return 2 * shard, 6 * shard
         return size, 2 * size
 
-    def error(self) -> ContextParallelError:
-        return ContextParallelError(str(self))
-
     def __str__(self) -> str:
-        given = "\n".join("    " + line for line in self.call.splitlines())
-        why = [f"  - {reason}" for reason in self.reasons]
-        if self.handler == "refused":
-            head = "cp_dispatch does not support this flex_attention call."
-            return "\n".join([head, "  given:", given, "  refused because:", *why])
-        if self.handler == "stock":
-            return "\n".join(["handled by torch as it is", given, *why])
+        words = self._words_of_others("flex_attention")
+        if words is not None:
+            return words
         lines = [
             f"handled by cp_dispatch: flex_attention, {self.schedule} over {self.world_size} ranks"
         ]
         if self.layout is not None:
             lines.append(f"  in the layout of {self.layout.explain().splitlines()[0]}")
-        lines.append(given)
+        lines += self._given
         mib = 2**20
         if self.rows_sent is not None:
             lines += [
@@ -114,7 +97,7 @@ class FlexPlan:
             ]
         forward, backward = (size / mib for size in self.extra_bytes)
         lines.append(f"  extra memory: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
-        return "\n".join([*lines, *why])
+        return "\n".join([*lines, *self._why])
 
 
 def make_plan(options: Options, call: FlexCall) -> FlexPlan:

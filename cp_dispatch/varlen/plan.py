@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
-from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options
+from cp_dispatch.plan_by_need import PlanByNeed
 from cp_dispatch.varlen.call import VarlenCall, sharded_dims
 from cp_dispatch.varlen.refusal import refusals
 
@@ -18,7 +18,7 @@ EXCHANGE = "only keys that some row of a rank attends are sent to it, for one ke
 
 
 @dataclass(frozen=True)
-class VarlenPlan:
+class VarlenPlan(PlanByNeed):
     """What happens to one call of ``varlen_attn``.
 
     Attributes:
@@ -44,37 +44,20 @@ class VarlenPlan:
     rows_sent: tuple[int, ...] | None = None
     call: str = field(default="", compare=False)
 
-    @property
-    def world_size(self) -> int:
-        """How many ranks share the sequence."""
-        return math.prod(self.ring_shape)
-
-    def bytes_sent(self, rank: int) -> int | None:
-        """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
-        again, and gives back the gradients of what it got. None without a look at the documents."""
-        return None if self.rows_sent is None else self.rows_sent[rank] * self.key_row_bytes
-
-    def error(self) -> ContextParallelError:
-        return ContextParallelError(str(self))
-
     def __str__(self) -> str:
-        given = ["    " + line for line in self.call.splitlines()]
-        why = [f"  - {reason}" for reason in self.reasons]
-        if self.handler == "refused":
-            head = "cp_dispatch does not support this varlen_attn call."
-            return "\n".join([head, "  given:", *given, "  refused because:", *why])
-        if self.handler == "stock":
-            return "\n".join(["handled by torch as it is", *given, *why])
+        words = self._words_of_others("varlen_attn")
+        if words is not None:
+            return words
         lines = [
             f"handled by cp_dispatch: varlen_attn, {self.schedule} over {self.world_size} ranks",
-            *given,
+            *self._given,
         ]
         if self.layout is not None:
             lines.append(f"  order of the sequence: {self.layout.text}")
         for rank, rows in enumerate(self.rows_sent or ()):
             size = self.bytes_sent(rank) / 2**20
             lines.append(f"  rank {rank} sends {rows} rows of keys, {size:.3f} MiB forward")
-        return "\n".join([*lines, *why])
+        return "\n".join([*lines, *self._why])
 
 
 _plans: dict[tuple, VarlenPlan] = {}

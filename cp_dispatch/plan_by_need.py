@@ -1,0 +1,44 @@
+"""What plans of ``flex_attention`` and ``varlen_attn`` share: keys go to ranks that need them."""
+
+from __future__ import annotations
+
+import math
+
+from cp_dispatch.errors import ContextParallelError
+
+
+class PlanByNeed:
+    """A mixin of plans with ``handler``, ``ring_shape``, ``rows_sent``, ``key_row_bytes``,
+    ``reasons`` and ``call``."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the sequence."""
+        return math.prod(self.ring_shape)
+
+    def bytes_sent(self, rank: int) -> int | None:
+        """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
+        again, and gives back the gradients of what it got. None without a look at what needs
+        them: the mask, or the documents."""
+        return None if self.rows_sent is None else self.rows_sent[rank] * self.key_row_bytes
+
+    def error(self) -> ContextParallelError:
+        """Of a plan that is refused."""
+        return ContextParallelError(str(self))
+
+    @property
+    def _given(self) -> list[str]:
+        return ["    " + line for line in self.call.splitlines()]
+
+    @property
+    def _why(self) -> list[str]:
+        return [f"  - {reason}" for reason in self.reasons]
+
+    def _words_of_others(self, function: str) -> str | None:
+        """The plan in words where cp_dispatch does not handle the call."""
+        if self.handler == "refused":
+            head = f"cp_dispatch does not support this {function} call."
+            return "\n".join([head, "  given:", *self._given, "  refused because:", *self._why])
+        if self.handler == "stock":
+            return "\n".join(["handled by torch as it is", *self._given, *self._why])
+        return None
