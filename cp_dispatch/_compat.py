@@ -6,6 +6,7 @@ may import a name that torch marks as private.
 
 import functools
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,7 @@ __all__ = [
     "kernel_is_registered",
     "local_tensor",
     "local_tensor_mode",
+    "new_group_of_these",
     "outside_functorch",
     "plain_kernel",
     "profiler_is_on",
@@ -90,6 +92,25 @@ __all__ = [
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def new_group_of_these(ranks: Sequence[int], **options) -> dist.ProcessGroup:
+    """A group that its ranks make among themselves, whatever others do meanwhile.
+
+    Where ``init_process_group`` got a ``device_id``, ``new_group`` splits a communicator off that
+    of the world, which NCCL does with all its ranks together, also with local synchronization: a
+    stage of a pipeline would wait for another that waits for it.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device, apart = world.bound_device_id, len(ranks) < dist.get_world_size()
+    if apart:
+        world.bound_device_id = None
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        if apart:
+            world.bound_device_id = device
+
 
 # Buffers that the ranks of a group address; None in a torch without them.
 try:

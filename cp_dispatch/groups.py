@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dispatch._compat import disable_current_modes, group_name
+from cp_dispatch._compat import disable_current_modes, group_name, new_group_of_these
 
 _joint_groups: dict[tuple, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
@@ -30,6 +30,6 @@ def ring_group_name(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
         known = _joint_groups.get(ranks)
         # Ranks mean others after destroy_process_group.
         if known is None or known[0] is not world:
-            joint = dist.new_group(ranks, use_local_synchronization=True)
+            joint = new_group_of_these(ranks)
             known = _joint_groups[ranks] = (world, joint)
     return group_name(known[1])

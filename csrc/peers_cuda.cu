@@ -146,11 +146,11 @@ bool is_short(const Slab& x) {
   return places % 16 == 0 && x.rows * x.bytes <= kShort;
 }
 
-void copy_all(const std::vector<Slab>& slabs, cudaStream_t stream) {
-  if (slabs.size() < 3 || !std::all_of(slabs.begin(), slabs.end(), is_short)) {
-    for (const Slab& slab : slabs) copy(slab, stream);
-    return;
-  }
+bool are_one_kernel(const std::vector<Slab>& slabs) {
+  return slabs.size() > 2 && std::all_of(slabs.begin(), slabs.end(), is_short);
+}
+
+void copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
   for (size_t i = 0; i < slabs.size(); i += kMaxSlabs) {
     const size_t count = std::min<size_t>(slabs.size() - i, kMaxSlabs);
     Slabs some{};
@@ -160,9 +160,16 @@ void copy_all(const std::vector<Slab>& slabs, cudaStream_t stream) {
   }
 }
 
-// See cp_dispatch/schedules/mailbox.py for what these do. `here` is any tensor of this GPU,
-// `stream` the handle of the one that carries the copies; flags are addresses of int32.
+// See cp_dispatch/schedules/mailbox.py for what these do. `here` is a tensor of this GPU, the room
+// where copies to it go; `stream` the handle of the one that carries the copies; flags are addresses
+// of int32.
 cudaStream_t handle(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+bool is_within(const void* place, const Tensor& tensor) {
+  const auto start = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  const auto at = reinterpret_cast<uintptr_t>(place);
+  return at >= start && at < start + tensor.numel() * tensor.element_size();
+}
 
 void raise_flags(const Tensor here, std::vector<int64_t> flags, int64_t stream) {
   const Launch launch(here.get_device_index());
@@ -185,8 +192,26 @@ void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& sig
   before.raise(signals.raise_first);
   before.take(signals.take_first);
   before.enqueue(handle(stream));
-  copy_all(slabs, handle(stream));
   after.raise(signals.raise_then);
+  if (are_one_kernel(slabs)) {
+    copy_by_kernel(slabs, handle(stream));
+  } else {
+    // Peers need not wait for copies within this GPU, which are kernels: they start when attention
+    // leaves SMs free.
+    std::vector<Slab> own;
+    for (const Slab& x : slabs) {
+      if (is_within(x.target, here)) {
+        own.push_back(x);
+      } else {
+        copy(x, handle(stream));
+      }
+    }
+    if (!own.empty()) {
+      after.enqueue(handle(stream));
+      after = Flags();
+    }
+    for (const Slab& x : own) copy(x, handle(stream));
+  }
   after.take(signals.take_last);
   after.enqueue(handle(stream));
 }

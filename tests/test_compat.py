@@ -5,9 +5,11 @@ A name added to ``_compat.__all__`` needs a ``test_<name>`` here, or an entry in
 
 import inspect
 import sys
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dispatch.python import enable_python_dispatcher
@@ -608,3 +610,32 @@ def test_count_traced():
 
     torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True))
     assert counts == [1, 2]
+
+
+@pytest.mark.parametrize("ranks, apart", [((0, 2), True), ((0, 1, 2, 3), False)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_new_group_of_these(ranks, apart, fails):
+    """NCCL splits a communicator off the world's with all ranks together: a group of some would
+    wait for the rest, which may wait for it (a pipeline's stages did)."""
+    seen, device = [], object()
+    world = mock.Mock(bound_device_id=device)
+
+    def new_group(given, **options):
+        seen.append((given, world.bound_device_id, options))
+        if fails:
+            raise RuntimeError("no")
+        return "group"
+
+    with (
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(dist, "get_world_size", lambda: 4),
+        mock.patch.object(dist.distributed_c10d, "_get_default_group", lambda: world),
+    ):
+        if fails:
+            with pytest.raises(RuntimeError, match="no"):
+                _compat.new_group_of_these(ranks, group_desc="x")
+        else:
+            assert _compat.new_group_of_these(ranks, group_desc="x") == "group"
+    options = {"use_local_synchronization": True, "group_desc": "x"}
+    assert seen == [(ranks, None if apart else device, options)]
+    assert world.bound_device_id is device

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dispatch._compat import all_gather_single
+from cp_dispatch._compat import all_gather_single, new_group_of_these
 from cp_dispatch.schedules.mailbox import Mailbox, mailbox
 from cp_dispatch.schedules.reach import is_used_by
 
@@ -181,11 +181,10 @@ def _communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # Group names repeat after destroy_process_group.
     if known is None or known[0] is not group:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        own = dist.new_group(
+        own = new_group_of_these(
             dist.get_process_group_ranks(group),
             backend="nccl",
             pg_options=options,
-            use_local_synchronization=True,
             group_desc="cp_dispatch_ring",
         )
         known = _ring_groups[group.group_name] = (group, own)

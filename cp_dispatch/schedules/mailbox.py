@@ -11,7 +11,7 @@ reader, who puts it back to 0. One step of the protocol, alike on every rank and
 
     open     raise "free for you" at every peer
     push     take "free for me" of every peer, copy, raise "full" at every peer,
-             take "full" of every peer
+             copy what stays here, take "full" of every peer
     wait     (the current stream waits for that one)
     release  (that one waits until the current stream has read what came)
 
@@ -36,8 +36,8 @@ from cp_dispatch.schedules.reach import ask_peers, is_used_by
 T = TypeVar("T")
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
-# ``here`` is a tensor of this GPU, ``stream`` the handle of the stream that copies, flags are
-# addresses of int32 of any GPU. Only ever called inside of ops.
+# ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
+# of int32 of any GPU. Only ever called inside of ops.
 for _schema in (
     # After what the current stream has queued, put 1 in each flag.
     "raise_flags(Tensor here, int[] flags, int stream) -> ()",

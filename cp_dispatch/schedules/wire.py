@@ -168,7 +168,8 @@ class Homeward:
     def __init__(
         self, ring: Ring, wire: Wire, pieces: Sequence[Sequence[Tensor]], order: Order | None
     ):
-        self._wire, self._held = wire, pieces  # whose memory must stay while the side stream reads
+        # Whose memory must stay while the side stream reads.
+        self._wire, self._held = wire, (pieces, order)
         like = pieces[0][0]
         self._receive = like.new_empty(sum(wire.own), dtype=torch.uint8)
         self._send = self._as_it_is(pieces) if order is None else None

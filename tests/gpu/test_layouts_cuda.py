@@ -69,8 +69,8 @@ def two_mesh_dims(env: Env, placements, kind: str) -> None:
         judge(problem, env.device, "flash", got)
 
 
-def large_enough_to_pay(env: Env, tokens: int, schedule: str, key_heads: int = 4) -> None:
-    """By itself, without a wish."""
+def large_enough_to_pay(env: Env, tokens: int, schedules: set[str], key_heads: int = 4) -> None:
+    """By itself, without a wish; one of ``schedules``, by what this GPU's costs say."""
     length = tokens * env.world_size
     # On 2 ranks as many keys as on 4.
     key_heads = key_heads if key_heads < 64 else 4 * key_heads // env.world_size
@@ -81,7 +81,7 @@ def large_enough_to_pay(env: Env, tokens: int, schedule: str, key_heads: int = 4
     for wish in ("auto", "natural_ring"):
         with cp_dispatch.enabled(schedule=wish), only("cudnn"):
             plan = cp_dispatch.explain(*inputs, is_causal=True, enable_gqa=True)
-            assert plan.schedule == (schedule if wish == "auto" else "ring"), plan
+            assert plan.schedule in (schedules if wish == "auto" else {"ring"}), plan
             results.append(problem.attend(*inputs).full_tensor().double())
     # Both round partial outputs to bfloat16, in another order.
     error = (results[0] - results[1]).norm() / results[1].norm()
@@ -120,10 +120,10 @@ def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: 
 
 CASES = {
     "balanced by itself, short": functools.partial(
-        large_enough_to_pay, tokens=8192, schedule="mirrored_gather"
+        large_enough_to_pay, tokens=8192, schedules={"mirrored_gather"}
     ),
     "balanced by itself, many keys": functools.partial(
-        large_enough_to_pay, tokens=8192, key_heads=72, schedule="mirrored_ring"
+        large_enough_to_pay, tokens=8192, key_heads=72, schedules={"mirrored_ring", "ulysses"}
     ),
 }
 for _kernel in KERNELS:
