@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.merge import token_major
 
 #: Blocks of a CUDA grid in its second and third dim.
 CUDA_GRID = 65535
@@ -42,6 +43,9 @@ class Backend:
     takes_prefixes: ClassVar[bool] = False
     #: The most rows of the batch, and the most heads, of one kernel call: sizes of a CUDA grid.
     largest_grid: ClassVar[int | None] = None
+    #: The most bytes of dK and dV of every query head, where a backward kernel makes those of
+    #: grouped heads before it adds them up; it is called for some key heads at a time then.
+    largest_expansion: ClassVar[int | None] = None
 
     def forward(
         self,
@@ -95,16 +99,25 @@ class Backend:
         ``output`` and ``logsumexp`` are those of the rows over *all* keys, which makes every
         block's share exact on its own. The share of the bias is ``(B, H, Sq, Sk)``.
         """
-        parts = self._parts(query, key)
+        parts = self._parts(query, key) or self._few_heads(query, key, value)
         if parts is not None:
-            results = []
+            results = None
             for part in parts:
                 *rest, part_mask = _cut(
                     part, query, key, value, grad_output, output, logsumexp, mask
                 )
                 q, k, v, go, out, lse = rest
-                results.append(self.backward(go, q, k, v, out, lse, part_mask, causal, scale)[:3])
-            return *(torch.cat(x, parts[0].dim) for x in zip(*results, strict=True)), None
+                grads = self.backward(go, q, k, v, out, lse, part_mask, causal, scale)[:3]
+                if results is None:  # their dtype is the kernel's affair
+                    results = [
+                        token_major(*like.shape, like=like, dtype=grad.dtype)
+                        for like, grad in zip((query, key, value), grads, strict=True)
+                    ]
+                groups = part.groups, 1, 1
+                for result, grad, times in zip(results, grads, groups, strict=True):
+                    result.narrow(part.dim, part.start * times, grad.size(part.dim)).copy_(grad)
+                del grads  # or the next part's would come beside them
+            return *results, None
         bias = self._bias(mask, query.dtype)
         if mask is not None:
             # exp(score - inf) is 0 for the rows that see no key at all; score + inf would be NaN.
@@ -163,6 +176,20 @@ class Backend:
             )
         step = limit // groups
         return [_Part(1, i, step, groups) for i in range(0, key.size(1), step)]
+
+    def _few_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[_Part] | None:
+        """How to cut a backward whose gradients of grouped heads take too much room."""
+        groups, heads = query.size(1) // max(1, key.size(1)), key.size(1)
+        if self.largest_expansion is None or groups < 2:
+            return None
+        size = groups * (key.numel() + value.numel()) * key.element_size()
+        if size <= self.largest_expansion:
+            return None
+        step = next(
+            n for n in range(heads, 0, -1)
+            if n == 1 or (heads % n == 0 and size * n <= heads * self.largest_expansion)
+        )  # fmt: skip
+        return [_Part(1, i, step, groups) for i in range(0, heads, step)] if step < heads else None
 
     def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
         groups = 1 if self.grouped_heads else query.size(1) // tensor.size(1)

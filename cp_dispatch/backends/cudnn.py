@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch._compat import cudnn_logsumexp_ndim
+from cp_dispatch.backends import packed_heads
 from cp_dispatch.backends.base import CUDA_GRID, Backend, aligned
 
 aten = torch.ops.aten
@@ -15,6 +16,7 @@ class Cudnn(Backend):
     sdp_backend = SDPBackend.CUDNN_ATTENTION
     devices = ("cuda",)
     largest_grid = CUDA_GRID
+    largest_expansion = 2**29
 
     def _forward(self, query, key, value, bias, causal, scale):
         single = _single_pair(query, key)
@@ -28,6 +30,12 @@ class Cudnn(Backend):
         return (output[:, :, :1], logsumexp[:, :, :1]) if single else (output, logsumexp)
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
+        saved = packed_heads.saved_bytes(query, key, value)
+        if bias is None and not causal and saved >= packed_heads.LEAST_SAVED:
+            rows = grad_output, query, output, logsumexp
+            go, q, out, lse = (packed_heads.packed(x, key.size(1)) for x in rows)
+            dq, dk, dv = self._backward(go, q, key, value, out, lse, None, False, scale)
+            return packed_heads.unpacked(dq, query.size(1)), dk, dv
         single = _single_pair(query, key)
         if single:
             # A second row without a gradient has no share in anything.

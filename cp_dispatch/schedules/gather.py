@@ -29,7 +29,7 @@ from cp_dispatch.layouts.tiles import cut
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gather_plan import fits, plan_of
-from cp_dispatch.schedules.gathered import gathered_keys
+from cp_dispatch.schedules.gathered import ROOM, gathered_keys
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.half_swap import HalfSwap, swapped
 from cp_dispatch.schedules.job import Job
@@ -95,6 +95,14 @@ class _Gather:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
         plan, swap = plan_of(job.geometry, job.rank), None
+        sums = None
+        if key_grad:
+            dtype = job.backend.gradient_dtype(key.dtype)
+            nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
+            # Before keys are in that room, for it may have to become larger.
+            sums = KeyShares(
+                key, value, job.geometry, job.ring, dtype, nothing=nothing, room=ROOM
+            )  # fmt: skip
         rows = grad_output, query, output, logsumexp
         if self.mirrored:
             swap = HalfSwap(job.ring, rows)
@@ -113,25 +121,14 @@ class _Gather:
                 job, go, q, block_key, block_value, out, lse, tiles, query_grad, grad_mask
             )
 
-        sums = None
-        if key_grad:
-            dtype = job.backend.gradient_dtype(key.dtype)
-            nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
-            sums = KeyShares(key, value, job.geometry, job.ring, dtype, nothing=nothing)
-            sums.open()
         # Half of what is at home hides the gather, the other half the way of dK and dV.
         half = (len(own) + self.mirrored) // 2
         first, second = own[:half], own[half:]
-        try:
-            with keys.coming(), part("gather_backward[home]"):
-                shares = block(key, value, first)
-            with part("gather_backward[gathered]"):
-                of_others = block(*keys.wait(), rest)
-                keys.release()
-        except BaseException:
-            if sums is not None:
-                sums.give_up()
-            raise
+        with keys.coming(), part("gather_backward[home]"):
+            shares = block(key, value, first)
+        with part("gather_backward[gathered]"):
+            of_others = block(*keys.wait(), rest)
+            keys.release()
         del keys
         if sums is not None:
             sums.start(of_others)

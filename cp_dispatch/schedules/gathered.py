@@ -12,12 +12,15 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gather_plan import plan_of, slots_of
 from cp_dispatch.schedules.mailbox import Mailbox, rows_for
 
+#: The mailbox where keys come, and then shares of their gradients.
+ROOM = "keys"
+
 
 def gathered_keys(
     key: Tensor, value: Tensor, geometry: Geometry, ring: Ring
 ) -> GatheredKeys | PushedKeys:
     """The keys of all ranks, on their way once the result's ``coming()`` is entered."""
-    box = ring.mailbox("keys", _room_bytes(key, value, ring.world_size))
+    box = ring.mailbox(ROOM, _room_bytes(key, value, ring.world_size))
     if box is None:
         return GatheredKeys(key, value, plan_of(geometry, ring.rank).pieces, ring)
     return PushedKeys(key, value, geometry, ring, box)

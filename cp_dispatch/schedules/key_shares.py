@@ -27,12 +27,13 @@ class KeyShares:
     """Shares of dK and dV, to every owner of keys and from every rank.
 
     ``parcels(geometry, rank, owner)`` tells which gradients a rank computes for an owner, unless
-    ``nothing`` is computed on any rank.
+    ``nothing`` is computed on any rank. ``room`` names the mailbox where they come; another that
+    is not in use from :meth:`open` on may lend its own.
     """
 
     def __init__(
         self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, dtype,
-        parcels=parcels_of, nothing: bool = False,
+        parcels=parcels_of, nothing: bool = False, room: str = "gradients",
     ):  # fmt: skip
         self._key, self._value, self._ring = key, value, ring
         self._pair = Pair(key, value, dtype)
@@ -42,10 +43,11 @@ class KeyShares:
         # one that has shares for nobody, for those of others come to it.
         self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
         self._is_open, self._work = False, None
-        self._box = ring.mailbox("gradients", self._plan.largest * self._row * dtype.itemsize)
+        self._box = ring.mailbox(room, self._plan.largest * self._row * dtype.itemsize)
 
     def open(self) -> None:
-        """Let the others know that their shares can come; the earlier, the less they wait."""
+        """Let the others know that their shares can come; the earlier, the less they wait. Else
+        :meth:`start` does."""
         if self._box is not None:
             self._box.open()
             self._is_open = True
@@ -58,14 +60,14 @@ class KeyShares:
 
     def start(self, shares: list[KeyShare]) -> None:
         """Start sending the shares of the tiles of gathered keys, in their order."""
-        self._is_open = False
+        opens, self._is_open = not self._is_open, False
         self._shares = shares if self._row else []
         if self._box is None:
             self._send_in_one_message()
             return
         moves, self._arrived = self._places(self._box)
         sources = rows_for(x for share in self._shares for x in (share.dk, share.dv))
-        self._box.push_rows(sources, moves if sources else [])
+        self._box.push_rows(sources, moves if sources else [], opens=opens)
 
     def _send_in_one_message(self) -> None:
         shares, pair, plan = self._shares, self._pair, self._plan

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from cp_dispatch.backends import BACKENDS, Backend
+from cp_dispatch.backends import BACKENDS, Backend, packed_heads
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.backends.efficient import _heads_side_by_side
 from cp_dispatch.layouts import natural
+from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator
 from tests.distributed.reference import Problem, check, exact, one_device
 
@@ -216,3 +217,57 @@ def test_efficient_attention_gets_the_heads_of_a_row_side_by_side():
     for odd in (output[:, :3], output.contiguous()):
         got = _heads_side_by_side(odd)
         assert torch.equal(got, odd) and got.stride(2) == odd.size(1) * odd.size(3)
+
+
+@pytest.mark.parametrize("layout", ["token-major", "head-major"])
+@pytest.mark.parametrize("heads, key_heads", [(6, 2), (4, 1), (4, 4)])
+def test_packed_heads_are_rows_of_their_key_head(layout, heads, key_heads):
+    """Every key head's rows see the same keys, whichever query head they are of."""
+    problem = Problem(batch=2, heads=heads, key_heads=key_heads, length=18, key_length=31, dim=12)
+    tensors = query, key, value, grad_output = problem.tensors()
+    if layout == "token-major":
+        tensors = query, key, value, grad_output = [
+            x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors
+        ]
+    kernel, options = BACKENDS["math"], (None, False, scale_of(problem))
+    out, lse = kernel.forward(query, key, value, *options)
+    want = kernel.backward(grad_output, query, key, value, out, lse, *options)
+    go, q, o, sums = (packed_heads.packed(x, key_heads) for x in (grad_output, query, out, lse))
+    assert q.shape == (2, key_heads, 18 * heads // key_heads, 12) and sums.shape == q.shape[:3]
+    assert all(x.is_contiguous() for x in (go, q, o, sums))
+    dq, dk, dv, _ = kernel.backward(go, q, key, value, o, sums, *options)
+    dq = packed_heads.unpacked(dq, heads)
+    assert dq.stride() == token_major(*dq.shape, like=dq).stride()
+    for got, expected in zip((dq, dk, dv), want[:3], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_packing_saves_gradients_of_query_heads():
+    """In MiB: twice (dK and dV) 32 query heads of 128 in 16 bits over 28,672 keys, less four copies
+    of 4,096 rows."""
+    query, key = (torch.empty(1, h, s, 128, dtype=torch.bfloat16, device="meta")
+                  for h, s in ((32, 4096), (8, 28672)))  # fmt: skip
+    assert packed_heads.saved_bytes(query, key, key) == (2 * 224 - 4 * 32) * 2**20
+    assert packed_heads.saved_bytes(query[:, :8], key, key) == 0
+    assert packed_heads.saved_bytes(query, key[:, :, :4096], key[:, :, :4096]) < 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("most, calls", [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_a_backward_of_grouped_heads_is_cut_where_it_takes_too_much_room(
+    monkeypatch, causal, most, calls
+):
+    problem = Problem(batch=2, heads=8, key_heads=4, length=24, causal=causal)
+    tensors = query, key, value, grad_output = problem.tensors()
+    kernel, options = BACKENDS["cpu_flash"], (None, causal, scale_of(problem))
+    out, lse = kernel.forward(query, key, value, *options)
+    seen, plain = [], type(kernel)._backward
+    monkeypatch.setattr(type(kernel), "largest_expansion", most * (key.nbytes + value.nbytes) // 2)
+    monkeypatch.setattr(
+        type(kernel), "_backward", lambda self, go, q, k, *x: (seen.append(k.size(1)),
+                                                            plain(self, go, q, k, *x))[1],
+    )  # fmt: skip
+    *grads, _ = kernel.backward(grad_output, query, key, value, out, lse, *options)
+    assert seen == [4 // calls] * calls
+    got = as_given(problem, (out.to(problem.dtype), *grads))
+    check(got, exact(problem, tensors), one_device(problem, tensors, "cpu_flash"))

@@ -24,6 +24,8 @@ class Rooms:
         self.changed = threading.Condition()
         self._rooms: dict[tuple, list[torch.Tensor]] = {}
         self._boxes: dict[tuple, Box] = {}
+        #: A larger box takes a smaller one's place, on every rank at the same call.
+        self._sizes: dict[tuple, int] = {}
         self.flags: dict[tuple, set] = {}
         #: Bytes that each rank pushed to others or pulled from them, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
@@ -32,8 +34,10 @@ class Rooms:
 
     def _mailbox_of(self):
         def mailbox(ring, name, size):
-            key = ring.group.group_name, name, size
             with self.changed:
+                asked = ring.group.group_name, name, ring.rank
+                size = self._sizes[asked] = max(size, self._sizes.get(asked, 0))
+                key = ring.group.group_name, name, size
                 room = self._rooms.setdefault(
                     key, [torch.full((size,), 255, dtype=torch.uint8)
                           for _ in range(ring.world_size)]

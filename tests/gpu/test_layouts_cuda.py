@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch.backends import BACKENDS, packed_heads
 from cp_dispatch.schedules import mailbox, reach
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
@@ -56,6 +57,28 @@ def natural(
     with cp_dispatch.enabled(schedule=schedule):
         got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
     judge(problem, env.device, kernel, got)
+
+
+def grouped_heads(env: Env, kernel: str, schedule: str, kind: str | None, causal: bool) -> None:
+    """Backwards that hold few gradients of query heads at a time, as those of long shards do."""
+    calls = []
+    backend = type(BACKENDS[kernel])
+    plain, pack = backend._backward, packed_heads.packed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "largest_expansion", 2**18)
+        patch.setattr(packed_heads, "LEAST_SAVED", 1)
+        patch.setattr(packed_heads, "packed", lambda *x: (calls.append("packed"), pack(*x))[1])
+        patch.setattr(
+            backend, "_backward",
+            lambda self, go, q, k, *x: (calls.append(k.size(1)), plain(self, go, q, k, *x))[1],
+        )  # fmt: skip
+        how = {"heads": 8, "key_heads": 4, "length": 512 * env.world_size, "dim": 128}
+        if kind is None:
+            natural(env, schedule, kernel, causal=causal, **how)
+        else:
+            laid_out(env, kernel, kind, causal=causal, schedule=schedule, **how)
+    # Some tiles have more keys than queries, and some gradients are too many for one call.
+    assert {1, 2} & set(calls) and ("packed" in calls) == (kernel == "cudnn"), calls
 
 
 def two_mesh_dims(env: Env, placements, kind: str) -> None:
@@ -168,6 +191,11 @@ for _kernel in KERNELS:
                     laid_out, kernel=_kernel, kind="head-tail", causal=True, schedule=_schedule,
                     **_shape,
                 )  # fmt: skip
+for _kernel in ("flash", "cudnn"):
+    for _kind, _causal in (("head-tail", True), (None, True), (None, False)):
+        CASES[f"{_kernel} grouped heads {_kind} causal={_causal}"] = functools.partial(
+            grouped_heads, kernel=_kernel, schedule="gather", kind=_kind, causal=_causal
+        )
 for _kernel in ("efficient", "cudnn", "math"):
     for _mask in (Mask("qk"), Mask("b11k"), Mask("1hqk", blind=True), Mask("bhqk", None)):
         for _kind in ("head-tail", "documents of each row"):
