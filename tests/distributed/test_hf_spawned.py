@@ -7,6 +7,7 @@ shorter than one of two, so a mask made from a shard's length would be left out 
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -229,10 +230,13 @@ def refused_on_every_rank(env: Env) -> None:
         with pytest.raises(cp_dispatch.ContextParallelError, match=words):
             in_block(env, balancer, positions=positions)(model, tokens.clone(), labels.clone())
     inside = in_block(env, HEAD_TAIL, ones)
-    cache = transformers.DynamicCache(config=model.config)
+    # As transformers has called it since some version after 5.17, and before.
+    names = set(inspect.signature(model.forward).parameters) & {"cache", "past_key_values"}
+    cache = {name: transformers.DynamicCache(config=model.config) for name in names}
+    assert len(cache) == 1
     with pytest.raises(cp_dispatch.ContextParallelError, match="use_cache=False"):
         for _ in range(2):
-            inside(functools.partial(model, cache=cache), tokens.clone(), labels.clone())
+            inside(functools.partial(model, **cache), tokens.clone(), labels.clone())
     whole = [x.chunk(env.world_size, 1)[env.rank] for x in (tokens, labels)]
     with pytest.raises(cp_dispatch.ContextParallelError, match="in which order"):
         with cp_dispatch.context_parallel(env.mesh()):
