@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # What "auto" chooses from; of what is as fast, the first.
 WISHES = ("ring", "gather", "one_call", "ulysses", "hybrid")
 
+#: Predicted times that differ by less are taken for the same: they are not right to a hundredth.
+ALIKE = 1.01
+
 
 def constants_here(device_type: str) -> Constants | None:
     """The constants of this rank's kind of GPU. Ranks of one group are of one kind, as they must
@@ -35,7 +38,8 @@ def choose(
     training: bool,
 ) -> Plan:
     """The plan of a ring's call with its schedule: by wish; for "auto" by the least predicted time
-    among those that are affordable; without constants, or with a mask, by :func:`settle`'s rules.
+    among those that are affordable, or where predictions cannot tell several apart, by the least
+    memory; without constants, or with a mask, by :func:`settle`'s rules.
 
     ``training`` counts the backward too. Symbolic lengths are not predicted: it would guard them.
     """
@@ -51,11 +55,15 @@ def choose(
     ]
     if not found:
         return settled
-    best, prediction = min(found, key=lambda x: _seconds(x[1], training))
+    least = min(_seconds(prediction, training) for _, prediction in found)
+    alike = [x for x in found if _seconds(x[1], training) <= least * ALIKE]
+    best, prediction = min(alike, key=lambda x: x[0].extra_bytes()[training])
     words = f"predicted {prediction.forward * 1e3:.3g} ms forward"
     if training:
         words += f", {prediction.backward * 1e3:.3g} ms backward"
     reason = f"{words}: the least of {len(found)} schedules"
+    if len(alike) > 1:
+        reason = f"{words}: of {len(alike)} that are as fast by prediction, the least memory"
     return dataclasses.replace(best, reasons=(*best.reasons, reason))
 
 

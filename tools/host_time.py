@@ -152,7 +152,7 @@ def main() -> None:
         )
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     case = Case(mesh, args, torch.bfloat16 if args.device == "cuda" else torch.float32)
-    tell = print if dist.get_rank() == 0 else lambda *_: None
+    tell = print if dist.get_rank() == 0 else lambda *_, **__: None
     record = {
         "kind": "host",
         "card": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
