@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Tile, laid_out
 from cp_dispatch.layouts.tiles import cut
+from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gather_plan import fits, plan_of
@@ -126,13 +127,22 @@ class _Gather:
         first, second = own[:half], own[half:]
         with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, first)
+        # The tile under the mirror's diagonal hides the way of all other shares, with keys of its
+        # own: what comes takes the room of the gathered ones.
+        diagonal = tuple(tile for tile in rest if tile.causal) if sums is not None else ()
         with part("gather_backward[gathered]"):
-            of_others = block(*keys.wait(), rest)
+            gathered = keys.wait()
+            of_others = block(*gathered, rest[: len(rest) - len(diagonal)])
+            kept = [_own_keys(gathered, tile) for tile in diagonal]
             keys.release()
-        del keys
+        del keys, gathered
         if sums is not None:
-            sums.start(of_others)
+            sums.start(of_others, last=not diagonal)
         del of_others
+        for index, (tile, pair) in enumerate(zip(diagonal, kept, strict=True), 1):
+            with part("gather_backward[diagonal]"):
+                of_mirror = block(*pair, (tile._replace(key_start=0),))
+            sums.start(of_mirror, last=index == len(diagonal))
         with part("gather_backward[home]"):
             shares += block(key, value, second)
         dk, dv = sums.finish(shares) if sums is not None else (None, None)
@@ -141,6 +151,12 @@ class _Gather:
             swap.release()
             HalfSwap(job.ring, (dq,)).replace()
         return dq, dk, dv, grad_mask
+
+
+def _own_keys(pair: tuple[Tensor, Tensor], tile: Tile) -> tuple[Tensor, Tensor]:
+    """Copies of the keys and values that a tile sees, token-major."""
+    windows = [x.narrow(2, tile.key_start, tile.key_length) for x in pair]
+    return tuple(token_major(*x.shape, like=x).copy_(x) for x in windows)
 
 
 @functools.lru_cache(maxsize=256)

@@ -37,12 +37,15 @@ class KeyShares:
     ):  # fmt: skip
         self._key, self._value, self._ring = key, value, ring
         self._pair = Pair(key, value, dtype)
-        self._place = geometry, parcels
         self._plan = _plan_of(geometry, ring.rank, parcels)
         # Elements of one position; none where nothing is computed. All ranks find the same, also
         # one that has shares for nobody, for those of others come to it.
         self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
-        self._is_open, self._work = False, None
+        self._is_open, self._begun, self._work = False, False, None
+        self._shares: list[KeyShare] = []
+        self._sources: list[Tensor] = []
+        # What says where shares lie.
+        self._like = geometry, parcels, key.shape, value.shape, dtype, self._row
         self._box = ring.mailbox(room, self._plan.largest * self._row * dtype.itemsize)
 
     def open(self) -> None:
@@ -58,16 +61,22 @@ class KeyShares:
             self._box.push_rows([], [])
             self._box.wait()
 
-    def start(self, shares: list[KeyShare]) -> None:
-        """Start sending the shares of the tiles of gathered keys, in their order."""
-        opens, self._is_open = not self._is_open, False
-        self._shares = shares if self._row else []
+    def start(self, shares: list[KeyShare], last: bool = True) -> None:
+        """Start sending the shares of the next tiles of gathered keys, in their order; ``last``:
+        there are no more."""
+        opens, first = not (self._is_open or self._begun), not self._begun
+        self._is_open, self._begun = False, True
+        shares = shares if self._row else []
+        begin = len(self._shares)
+        self._shares += shares
         if self._box is None:
-            self._send_in_one_message()
+            if last:
+                self._send_in_one_message()
             return
-        moves, self._arrived = self._places(self._box)
-        sources = rows_for(x for share in self._shares for x in (share.dk, share.dv))
-        self._box.push_rows(sources, moves if sources else [], opens=opens)
+        moves = self._moves(self._box, begin, len(self._shares))
+        sources = rows_for(x for share in shares for x in (share.dk, share.dv))
+        self._box.push_rows(sources, moves, opens=opens, first=first, last=last)
+        self._sources += sources  # the box holds the last ones alone
 
     def _send_in_one_message(self) -> None:
         shares, pair, plan = self._shares, self._pair, self._plan
@@ -88,8 +97,13 @@ class KeyShares:
     def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, with the shares of what it computed at home, in
         their dtype, token-major."""
-        (self._box or self._work).wait()
+        if self._box is not None:
+            self._box.wait()
+            self._arrived = self._coming(self._box)
+        else:
+            self._work.wait()
         self._work = None
+        self._sources.clear()
         own = self._plan.own if self._row else ()
         parts = [*shares, *(self._shares[parcel.tile] for parcel in own), *self._arrived]
         places = (
@@ -103,24 +117,34 @@ class KeyShares:
             self._box.release()
         return totals
 
-    def _places(self, box: Mailbox) -> tuple[list[int], list[KeyShare]]:
-        """Where shares go, as moves of the box, and those that come."""
-        pair, plan = self._pair, self._plan
-        place = *self._place, self._key.shape, self._value.shape, pair.dtype, self._row
+    def _moves(self, box: Mailbox, begin: int, end: int) -> list[int]:
+        """Where shares of the tiles from ``begin`` to ``end`` go, as moves of the box."""
+        item = self._pair.dtype.itemsize
+        place = *self._like, begin, end
         found = box.views.get(place)
         if found is None:
             box.forget_many()
-            moves, item = [], pair.dtype.itemsize
-            for owner, at, parcel in plan.outgoing if self._row else ():
-                offset = at * self._row * item
+            found = box.views[place] = []
+            for owner, at, parcel in self._plan.outgoing if begin < end else ():
+                if not begin <= parcel.tile < end:
+                    continue
+                offset, source = at * self._row * item, 2 * (parcel.tile - begin)
                 for index, tensor in enumerate((self._key, self._value)):
                     stride = parcel.length * tensor.size(1) * tensor.size(3) * item
-                    moves += box.move(
-                        2 * parcel.tile + index, parcel.start, parcel.length, owner, offset, stride
+                    found += box.move(
+                        source + index, parcel.start, parcel.length, owner, offset, stride
                     )
                     offset += tensor.size(0) * stride
-            coming = box.at(self._ring.rank, 0, sum(plan.coming) * self._row, pair.dtype)
-            found = box.views[place] = moves, self._views(coming)
+        return found
+
+    def _coming(self, box: Mailbox) -> list[KeyShare]:
+        """The shares that come to a room."""
+        found = box.views.get(self._like)
+        if found is None:
+            box.forget_many()
+            size = sum(self._plan.coming) * self._row
+            room = box.at(self._ring.rank, 0, size, self._pair.dtype)
+            found = box.views[self._like] = self._views(room)
         return found
 
     def _views(self, received: Tensor) -> list[KeyShare]:

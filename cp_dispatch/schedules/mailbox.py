@@ -147,16 +147,20 @@ class Mailbox:
         ready_at_open: bool = False,
         opens: bool = False,
         peers: Sequence[int] | None = None,
+        first: bool = True,
+        last: bool = True,
     ) -> None:
         """As :meth:`push`, for moves that are the same at every call: numbers that :meth:`move`
-        gave, one after the other. ``opens``: the call is :meth:`open` too."""
+        gave, one after the other. ``opens``: the call is :meth:`open` too. Of several pushes the
+        ``first`` waits for the rooms, the ``last`` tells that they are full."""
         peers = self._peers if peers is None else peers
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         _push_rows(
             sources, self._own, moves, _of(self._there[_FREE], peers) if opens else (),
-            _of(self._here[_FREE], peers), _of(self._there[_FULL], peers),
-            _of(self._here[_FULL], peers), self._stream, not ready_at_open,
+            _of(self._here[_FREE], peers) if first else (),
+            _of(self._there[_FULL], peers) if last else (),
+            _of(self._here[_FULL], peers) if last else (), self._stream, not ready_at_open,
         )  # fmt: skip
         self._reading = sources
 

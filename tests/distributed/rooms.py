@@ -120,25 +120,29 @@ class Box:
         assert 0 <= offset < len(self._memory[rank]), (offset, len(self._memory[rank]))
         return [source, first, rows, self._memory[rank].data_ptr() + offset, stride]
 
-    def push_rows(self, sources, moves, ready_at_open=False, opens=False, peers=None) -> None:
+    def push_rows(
+        self, sources, moves, ready_at_open=False, opens=False, peers=None, first=True, last=True
+    ) -> None:
         peers = self._peers if peers is None else peers
         if opens:
             self.open(peers)
-        self._take("free", peers)
+        if first:
+            self._take("free", peers)
         own = self._memory[self._rank].data_ptr()
         assert all(map(_is_slab, sources)), [x.stride() for x in sources]
         for i in range(0, len(moves), 5):
-            index, first, rows, address, stride = moves[i : i + 5]
-            assert first + rows <= sources[index].size(1)
+            index, start, rows, address, stride = moves[i : i + 5]
+            assert start + rows <= sources[index].size(1)
             for row in range(sources[index].size(0)):
-                slab = sources[index][row, first : first + rows]
+                slab = sources[index][row, start : start + rows]
                 assert len(sources[index]) == 1 or stride >= slab.nbytes
                 ctypes.memmove(address + row * stride, slab.data_ptr(), slab.nbytes)
                 if not own <= address < own + len(self._memory[self._rank]):
                     name = self._key[1], self._rank
                     self._rooms.sent[name] = self._rooms.sent.get(name, 0) + slab.nbytes
-        self._raise("full", peers)
-        self._take("full", peers)
+        if last:
+            self._raise("full", peers)
+            self._take("full", peers)
 
     def wait(self) -> None:
         pass

@@ -18,7 +18,7 @@ from cp_dispatch.backends.cpu_flash import CpuFlash
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
-from tests.distributed.rooms import Rooms
+from tests.distributed.rooms import Box, Rooms
 from tests.distributed.sharded import run_sharded
 from tests.distributed.threads import run_threads
 
@@ -215,3 +215,26 @@ def test_ranks_without_keys(rooms, schedule):
     with only("math"):
         run_threads(3, rank_body)
     rooms.assert_all_is_quiet()
+
+
+def test_shares_go_while_the_mirrors_diagonal_is_computed(rooms, monkeypatch):
+    """A gather in natural order has nothing at home left to hide them."""
+    order: dict[int, list[str]] = {}
+    push, compute = Box.push_rows, CpuFlash.backward
+
+    def push_rows(box, sources, moves, ready_at_open=False, last=True, **how):
+        if box._key[1] == "keys" and not ready_at_open:
+            order.setdefault(threading.get_ident(), []).append(f"push, last={last}")
+        return push(box, sources, moves, ready_at_open, last=last, **how)
+
+    def backward(kernel, go, q, k, v, out, lse, mask, causal, *rest):
+        order.setdefault(threading.get_ident(), []).append("causal" if causal else "full")
+        return compute(kernel, go, q, k, v, out, lse, mask, causal, *rest)
+
+    monkeypatch.setattr(Box, "push_rows", push_rows)
+    monkeypatch.setattr(CpuFlash, "backward", backward)
+    sent(rooms, "gather")
+    assert len(order) == 4
+    for mine in order.values():
+        assert mine[0] == "causal" and set(mine[1:-3]) == {"full"}, order
+        assert mine[-3:] == ["push, last=False", "causal", "push, last=True"], order
