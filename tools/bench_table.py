@@ -15,24 +15,27 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def table(record: dict) -> str:
-    """Share kept of each implementation, and its extra memory in a forward and backward."""
+    """Share kept of each implementation, and its extra memory in a forward and backward, of each kernel."""
     rows = [row for row in record["rows"] if "kept" in row]
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     modes = {"fwd": "forward", "fwd+bwd": "forward + backward"}
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     cells = {(r["implementation"], r["backend"], r["mode"]): r for r in rows}
     heads = [f"{backend} {modes[mode]}" for backend in backends for mode in modes]
-    lines = [f"| | {' | '.join(heads)} | extra memory |", "|---" * (len(heads) + 2) + "|"]
+    memory = f"extra memory ({', '.join(backends)})" if len(backends) > 1 else "extra memory"
+    lines = [f"| | {' | '.join(heads)} | {memory} |", "|---" * (len(heads) + 2) + "|"]
     for name in names:
         kept = [
             f"{cells[key]['kept'] * 100:.1f}%" if (key := (name, b, m)) in cells else ""
             for b in backends
             for m in modes
         ]
-        extra = max(
-            cells[key]["extra_mib"] for b in backends if (key := (name, b, "fwd+bwd")) in cells
-        )
-        lines.append(f"| {name} | {' | '.join(kept)} | {extra:,.0f} MiB |")
+        extra = [
+            f"{cells[key]['extra_mib']:,.0f}"
+            for b in backends
+            if (key := (name, b, "fwd+bwd")) in cells
+        ]
+        lines.append(f"| {name} | {' | '.join(kept)} | {' / '.join(extra)} MiB |")
     one = rows[0]
     heads, key_heads = one["heads"]
     lines += [

@@ -43,9 +43,10 @@ class Backend:
     takes_prefixes: ClassVar[bool] = False
     #: The most rows of the batch, and the most heads, of one kernel call: sizes of a CUDA grid.
     largest_grid: ClassVar[int | None] = None
-    #: The most bytes of dK and dV of every query head, where a backward kernel makes those of
-    #: grouped heads before it adds them up; it is called for some key heads at a time then.
-    largest_expansion: ClassVar[int | None] = None
+    #: The most bytes that a backward kernel of grouped heads may take for itself: dK and dV of every
+    #: query head, before they are added up, and dQ in float32. It is called for some key heads at a
+    #: time where it would take more.
+    largest_workspace: ClassVar[int | None] = None
 
     def forward(
         self,
@@ -178,16 +179,16 @@ class Backend:
         return [_Part(1, i, step, groups) for i in range(0, key.size(1), step)]
 
     def _few_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[_Part] | None:
-        """How to cut a backward whose gradients of grouped heads take too much room."""
+        """How to cut a backward of grouped heads whose kernel would take too much room."""
         groups, heads = query.size(1) // max(1, key.size(1)), key.size(1)
-        if self.largest_expansion is None or groups < 2:
+        if self.largest_workspace is None or groups < 2:
             return None
-        size = groups * (key.numel() + value.numel()) * key.element_size()
-        if size <= self.largest_expansion:
+        size = groups * (key.numel() + value.numel()) * key.element_size() + 4 * query.numel()
+        if size <= self.largest_workspace:
             return None
         step = next(
             n for n in range(heads, 0, -1)
-            if n == 1 or (heads % n == 0 and size * n <= heads * self.largest_expansion)
+            if n == 1 or (heads % n == 0 and size * n <= heads * self.largest_workspace)
         )  # fmt: skip
         return [_Part(1, i, step, groups) for i in range(0, heads, step)] if step < heads else None
 

@@ -16,7 +16,7 @@ class Cudnn(Backend):
     sdp_backend = SDPBackend.CUDNN_ATTENTION
     devices = ("cuda",)
     largest_grid = CUDA_GRID
-    largest_expansion = 2**29
+    largest_workspace = 2**29
 
     def _forward(self, query, key, value, bias, causal, scale):
         single = _single_pair(query, key)

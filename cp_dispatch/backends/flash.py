@@ -18,7 +18,7 @@ class Flash(Backend):
     sdp_backend = SDPBackend.FLASH_ATTENTION
     devices = ("cuda",)
     largest_grid = CUDA_GRID
-    largest_expansion = 2**29
+    largest_workspace = 2**29
     head_dim_multiple = 8
     takes_prefixes = True
 

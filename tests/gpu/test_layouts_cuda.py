@@ -65,7 +65,7 @@ def grouped_heads(env: Env, kernel: str, schedule: str, kind: str | None, causal
     backend = type(BACKENDS[kernel])
     plain, pack = backend._backward, packed_heads.packed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "largest_expansion", 2**18)
+        patch.setattr(backend, "largest_workspace", 2**18)
         patch.setattr(packed_heads, "LEAST_SAVED", 1)
         patch.setattr(packed_heads, "packed", lambda *x: (calls.append("packed"), pack(*x))[1])
         patch.setattr(
