@@ -63,9 +63,14 @@ class Ring:
         if mark is None:
             yield
             return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(mark)
-            yield
+        try:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(mark)
+                yield
+        except BaseException:
+            # What was queued there reads and writes memory that nobody holds any longer.
+            torch.cuda.current_stream().wait_stream(self.stream)
+            raise
 
     def shift(self, send: Tensor, receive: Tensor) -> dist.Work:
         """Start sending ``send`` to the next rank while ``receive`` comes from the previous one.
