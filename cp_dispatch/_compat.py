@@ -4,8 +4,11 @@ Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing els
 may import a name that torch marks as private.
 """
 
+import contextlib
 import functools
+import hashlib
 import sys
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -106,10 +109,46 @@ def new_group_of_these(ranks: Sequence[int], **options) -> dist.ProcessGroup:
     if apart:
         world.bound_device_id = None
     try:
-        return dist.new_group(ranks, use_local_synchronization=True, **options)
+        with _named_by_ranks(ranks):
+            return dist.new_group(ranks, use_local_synchronization=True, **options)
     finally:
         if apart:
             world.bound_device_id = device
+
+
+_group_names = threading.local()
+
+
+@contextlib.contextmanager
+def _named_by_ranks(ranks: Sequence[int]):
+    """Inside, a group gets a name that follows from its ranks, by which they find each other.
+
+    Torch's name counts the groups that a rank is in, or on torch 2.14 has made, of which another
+    may have more: the ranks would wait for each other under two names. And there the count goes
+    up on these ranks alone, so that a later group of more ranks would have two names as well.
+    """
+    c10d = dist.distributed_c10d
+    if not hasattr(c10d._process_group_name, "of_cp_dispatch"):
+        c10d._process_group_name = _or_torchs_name(c10d._process_group_name)
+    text = "_".join(map(str, sorted(ranks)))
+    start = f"cp_dispatch_{hashlib.sha256(text.encode()).hexdigest()[:16]}_"
+    number = sum(name.startswith(start) for name in c10d._world.pg_names.values())
+    _group_names.wanted = f"{start}{number}"
+    try:
+        yield
+    finally:
+        _group_names.wanted = None
+
+
+def _or_torchs_name(torchs):
+    """For good, as threads make groups side by side: whoever wants no name of ours gets torch's."""
+
+    @functools.wraps(torchs)
+    def name(ranks, use_hashed_name):
+        return getattr(_group_names, "wanted", None) or torchs(ranks, use_hashed_name)
+
+    name.of_cp_dispatch = True
+    return name
 
 
 # Buffers that the ranks of a group address; None in a torch without them.

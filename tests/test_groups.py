@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch import groups
-from cp_dispatch._compat import group_name, resolve_group
+from cp_dispatch._compat import group_name, new_group_of_these, resolve_group
 from cp_dispatch.groups import ring_group_name
 from tests.ranks import fake_ranks, one_rank
 
@@ -82,6 +82,33 @@ def test_the_ring_order_is_the_order_of_the_shards():
             first, second = mesh.get_coordinate()
             assert dist.get_group_rank(group, rank) == 2 * first + second
         groups._joint_groups.clear()
+
+
+def names_of(rank: int, attends: bool) -> tuple[str, str]:
+    """Of the ring's group, and of one that all ranks make later."""
+    with fake_ranks(2, 2, names=("a", "b"), rank=rank) as mesh:
+        dist.new_group([0, 2])
+        ring = ring_group_name(mesh, (0, 1)) if attends else ""
+        later = group_name(dist.new_group([0, 1, 2, 3]))
+    groups._joint_groups.clear()
+    return ring, later
+
+
+def test_ranks_give_a_group_one_name_whatever_else_they_are_in():
+    """Torch's name counts the groups that a rank is in, and the ranks of one waited for each other
+    under two names."""
+    assert names_of(0, True)[0] == names_of(3, True)[0]
+
+
+def test_groups_made_later_are_called_alike_where_nobody_attends():
+    """On torch 2.14 a group of some ranks counted on those alone: later ones had two names."""
+    assert names_of(0, True)[1] == names_of(0, False)[1]
+
+
+def test_groups_of_the_same_ranks_have_names_of_their_own():
+    with fake_ranks(2, 2, names=("a", "b")):
+        names = [group_name(new_group_of_these((0, 1))) for _ in range(3)]
+        assert len(set(names)) == 3
 
 
 def test_after_destroy_process_group_a_new_group_is_made():

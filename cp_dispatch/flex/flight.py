@@ -48,9 +48,12 @@ class Arrivals:
 
     def __init__(self, ring: Ring):
         self._ring, self._buffers, self._there = ring, {}, {}
+        self._carrier = None
 
     def start(self, carrier, buffers: list[Tensor]) -> None:
         """Fill buffers, which have this rank's own rows; their memory is the current stream's."""
+        # Its indices are that too, and nobody else may hold them.
+        self._carrier = carrier
         carrier.open()
         with self._ring.after(self._ring.mark()):
             for group, buffer in enumerate(buffers):
@@ -61,7 +64,10 @@ class Arrivals:
     def take(self, group: int) -> Tensor | None:
         """The keys of a group, for once, when they are there."""
         self._ring.wait(self._there.get(group))
-        return self._buffers.pop(group, None)
+        buffer = self._buffers.pop(group, None)
+        if not self._buffers:
+            self._carrier = None
+        return buffer
 
     def __del__(self):
         # What nobody took goes when the side stream needs it no more.
@@ -84,7 +90,7 @@ class Returns:
             carrier.give(group, staged, shards)
             finish(*self._grads)
             self._there = self._ring.mark()
-        self._held += [staged, *sums]
+        self._held += [carrier, staged, *sums]
         self.sent += 1
 
     def take(self) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class Ring:
         return known[1]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group = _communicator(group)
+        self.group = _communicator(group, device)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
@@ -63,9 +63,14 @@ class Ring:
         if mark is None:
             yield
             return
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(mark)
-            yield
+        try:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(mark)
+                yield
+        except BaseException:
+            # What was queued there reads and writes memory that nobody holds any longer.
+            torch.cuda.current_stream().wait_stream(self.stream)
+            raise
 
     def shift(self, send: Tensor, receive: Tensor) -> dist.Work:
         """Start sending ``send`` to the next rank while ``receive`` comes from the previous one.
@@ -168,14 +173,15 @@ def _side_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index, priority=-1)
 
 
-def _communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """The group that carries the ring's traffic.
 
     On NCCL the ring has a communicator of its own, on a stream of high priority: one communicator
     used from two streams, ours and that of a user's collective, can deadlock, and a hop must not
     queue behind the kernels that it should overlap with.
     """
-    if dist.get_backend(group) != "nccl":
+    # Also where it is one of several, as ``init_process_group()`` without a backend has it.
+    if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return group
     known = _ring_groups.get(group.group_name)
     # Group names repeat after destroy_process_group.

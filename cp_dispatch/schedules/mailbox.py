@@ -264,16 +264,22 @@ def mailbox(
         if known[1].is_in_a_graph:
             _retired.append(known[1])  # its replays go on writing there
     room = -(-size // _GRAIN) * _GRAIN
-    box = _apart(stream.device, _make, group, stream, room, known is None)
+    readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
+    box = _apart(stream.device, _make, group, stream, room, readers)
     _boxes[key] = group, box
     return box
 
 
-def _make(group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int, is_new: bool) -> Mailbox:
-    if not is_new:
-        _meet(group, stream.device)  # nobody writes to, or reads, what goes now
+def _make(
+    group: dist.ProcessGroup,
+    stream: torch.cuda.Stream,
+    size: int,
+    readers: Sequence[torch.cuda.Stream],
+) -> Mailbox:
+    if readers:
+        _meet(group, stream.device, readers)  # nobody writes to, or reads, what goes now
     box = Mailbox(group, stream, size)
-    _meet(group, stream.device)  # all flags are 0
+    _meet(group, stream.device, ())  # all flags are 0
     return box
 
 
@@ -288,11 +294,18 @@ def _apart(device: torch.device, function: Callable[..., T], *args) -> T:
         return pool.submit(call).result()
 
 
-def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Return once every rank is here and its GPU idle."""
-    torch.cuda.synchronize(device)
+def _meet(
+    group: dist.ProcessGroup, device: torch.device, streams: Sequence[torch.cuda.Stream]
+) -> None:
+    """Return once every rank is here, and these streams and the current one have done their work.
+
+    Not the whole GPU: a stage of a pipeline may have asked for gradients that another stage only
+    sends when it has got what is to be computed here.
+    """
+    for stream in (*streams, torch.cuda.current_stream(device)):
+        stream.synchronize()
     dist.barrier(group, device_ids=[device.index])
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
 
 
 def held_bytes() -> int:
@@ -305,7 +318,7 @@ def free() -> None:
     """Give all rooms back, but for those of CUDA graphs. Every rank must call it alike; what needs
     rooms makes them anew."""
     for key, (group, box) in list(_boxes.items()):
-        _meet(group, box.device)
+        _meet(group, box.device, (box._side,))
         if box.is_in_a_graph:
             _retired.append(box)
         del _boxes[key]

@@ -1,0 +1,64 @@
+"""What a flight holds on to while another stream reads and writes."""
+
+import contextlib
+import weakref
+
+import torch
+
+from cp_dispatch.flex.carriers import Collectives
+from cp_dispatch.flex.exchange import Exchange
+from cp_dispatch.flex.flight import Arrivals, Returns
+from cp_dispatch.flex.needs import everything
+from cp_dispatch.flex.ownership import ownership
+
+LENGTH, COLUMNS, GROUPS = 8, 4, 2
+
+
+class OneRank:
+    """A ring of one rank that notes which marks are waited for."""
+
+    def __init__(self):
+        self.group, self.marks, self._marked = None, [], 0
+
+    def mark(self):
+        self._marked += 1
+        return self._marked
+
+    @contextlib.contextmanager
+    def after(self, mark):
+        yield
+
+    def wait(self, mark):
+        if mark is not None:
+            self.marks.append(mark)
+
+
+def make_carrier() -> Collectives:
+    """One that nobody else holds, as where a mask was made in inference mode."""
+    keys = ownership(LENGTH, (1,), "")
+    return Collectives(Exchange(everything(keys, keys), keys, 0, torch.device("cpu")), OneRank())
+
+
+def test_indices_stay_until_keys_have_come():
+    carrier, ring = make_carrier(), OneRank()
+    held = weakref.ref(carrier._exchange)
+    flight = Arrivals(ring)
+    flight.start(carrier, [torch.zeros(1, LENGTH, 1, 1, COLUMNS) for _ in range(GROUPS)])
+    del carrier
+    assert held() is not None
+    flight.take(0)
+    assert held() is not None
+    flight.take(1)
+    assert held() is None and len(ring.marks) == GROUPS
+
+
+def test_indices_stay_until_gradients_have_come():
+    carrier, ring = make_carrier(), OneRank()
+    held = weakref.ref(carrier._exchange)
+    flight = Returns(ring, (torch.zeros(1), torch.zeros(1)))
+    sums = [torch.zeros(1, LENGTH, 1, 1, COLUMNS)]
+    flight.start(carrier, 0, torch.zeros(0, COLUMNS), sums, lambda *grads: None)
+    del carrier
+    assert held() is not None
+    flight.take()
+    assert held() is None and ring.marks

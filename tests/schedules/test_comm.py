@@ -1,0 +1,61 @@
+"""What a ring's stream and its communicator have to do with others."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_dispatch.schedules import comm
+from cp_dispatch.schedules.comm import Ring
+from tests.ranks import one_rank
+
+
+@contextlib.contextmanager
+def ring_on_cuda():
+    """A ring that thinks it has a side stream, and the current stream."""
+    ring, current = object.__new__(Ring), mock.Mock()
+    ring.stream = mock.Mock()
+    with (
+        mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", lambda: current),
+    ):
+        yield ring, current
+
+
+def test_after_an_error_memory_goes_when_the_side_stream_is_done():
+    """Who raises while starting a move holds on to nothing: the side stream would write to what
+    the current one has given to others."""
+    with ring_on_cuda() as (ring, current):
+        with pytest.raises(MemoryError), ring.after(ring.mark()):
+            raise MemoryError
+        current.wait_stream.assert_called_once_with(ring.stream)
+
+
+def test_moves_that_start_are_not_waited_for():
+    with ring_on_cuda() as (ring, current):
+        with ring.after(ring.mark()):
+            pass
+        current.wait_stream.assert_not_called()
+        ring.stream.wait_event.assert_called_once()
+
+
+@pytest.mark.parametrize("config, device, own", [
+    ("cuda:nccl", "cuda", True),
+    ("cpu:gloo,cuda:nccl", "cuda", True),
+    ("cpu:gloo,cuda:nccl", "cpu", False),
+    ("cpu:gloo,cuda:gloo", "cuda", False),
+])  # fmt: skip
+def test_a_ring_on_nccl_has_a_communicator_of_its_own(config, device, own):
+    """Also beside gloo for CPU: the user's, used from two streams, can deadlock."""
+    made = mock.Mock()
+    with (
+        one_rank() as mesh,
+        mock.patch.object(dist, "get_backend_config", lambda group: config),
+        mock.patch.object(dist, "ProcessGroupNCCL", mock.Mock(), create=True),
+        mock.patch.object(comm, "new_group_of_these", lambda ranks, **_: made),
+        mock.patch.dict(comm._ring_groups),
+    ):
+        group = mesh.get_group()
+        assert comm._communicator(group, torch.device(device)) is (made if own else group)

@@ -1,0 +1,54 @@
+"""What the ranks of a mailbox wait for when they make one."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from cp_dispatch.schedules import mailbox
+
+
+class Stream:
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name: str, log: list[str]):
+        self._name, self._log = name, log
+
+    def synchronize(self) -> None:
+        self._log.append(self._name)
+
+
+def made(size: int, log: list[str], current: Stream, side: Stream):
+    """A mailbox of that size, and in ``log`` what was waited for until it was there."""
+
+    def apart(device, function, *args):
+        own = Stream("the thread's", log)
+        with mock.patch.object(torch.cuda, "current_stream", lambda device=None: own):
+            return function(*args)
+
+    box = mock.Mock(size=size, is_in_a_graph=False)
+    group = mock.Mock(group_name="cp")
+    with (
+        mock.patch.object(torch.cuda, "synchronize", side_effect=AssertionError("all streams")),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch.cuda, "current_stream", lambda device=None: current),
+        mock.patch.object(dist, "barrier", lambda group, **_: log.append("ranks")),
+        mock.patch.object(mailbox, "is_used_by", lambda group: True),
+        mock.patch.object(mailbox, "Mailbox", lambda *_: log.append("made") or box),
+        mock.patch.object(mailbox, "_apart", apart),
+    ):
+        return mailbox.mailbox(group, side, "keys", size)
+
+
+def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
+    """A stage of a pipeline that waits for all of its GPU waits for gradients that it has asked
+    another stage for, which may wait for what this one is about to compute."""
+    log: list[str] = []
+    current, side = Stream("current", log), Stream("side", log)
+    meeting = ["the thread's", "ranks", "the thread's"]
+    with mock.patch.dict(mailbox._boxes, clear=True):
+        made(2**21, log, current, side)
+        assert log == ["made", *meeting]
+        log.clear()
+        made(2**22, log, current, side)  # who reads or writes the old one is done before it goes
+        assert log == ["current", "side", *meeting, "made", *meeting]
