@@ -253,3 +253,15 @@ def test_explain_shows_every_schedules_time(monkeypatch):
     lines = [line for line in str(plan).splitlines() if line.endswith("<- this")]
     assert len(lines) == 1 and lines[0].split()[0] == "ulysses"
     assert f"{seconds['ulysses'] * 1e3:.3f}" in lines[0]
+
+
+def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
+    """Constants of two ranks have none; on four it was the cheapest of all for short shards."""
+    each = {"forward": ((2, 1e-3),), "backward": ((2, 2e-3),)}
+    plan = ring(ranks=4, tokens=32)
+    hybrid = settle(plan, "hybrid", "cuda")
+    assert (hybrid.schedule, hybrid.across) == ("hybrid", "ring")
+    known = constants(floors={"ulysses": each, "ring": each})
+    assert predict(hybrid, known) == pytest.approx((2e-3, 4e-3))
+    known = constants(floors={"ulysses": each, "ring": each, "hybrid": each})
+    assert predict(hybrid, known) == pytest.approx((1e-3, 2e-3))

@@ -50,9 +50,17 @@ def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Pre
     for direction in ("forward", "backward"):
         model = _Model(plan, constants, links, fitting[0], direction)
         seconds = max(_PHASES[plan.schedule](model, rank) for rank in _looked_at(plan.world_size))
-        floor = constants.floor(plan.schedule, direction, plan.world_size)
-        found.append(max(seconds, floor * _stages(plan)))
+        found.append(max(seconds, _floor(plan, constants, direction) * _stages(plan)))
     return Prediction(*found)
+
+
+def _floor(plan: Plan, constants: Constants, direction: str) -> float:
+    """What the host takes. A hybrid, which two ranks have none of, is both of its schedules."""
+    found = constants.floor(plan.schedule, direction, plan.world_size)
+    if found or plan.schedule != "hybrid":
+        return found
+    parts = "ulysses", plan.across
+    return sum(constants.floor(name, direction, plan.world_size) for name in parts)
 
 
 def _stages(plan: Plan) -> int:
