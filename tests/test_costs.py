@@ -199,20 +199,20 @@ def test_what_was_not_measured_is_not_predicted(plan):
     ring(heads=(8, 8)), ring(ranks=64, tokens=512), ring(tokens=7), ring(heads=(2, 1)),
 ])  # fmt: skip
 def test_auto_takes_the_least_predicted_time(plan, training):
-    """And of what is as fast but for a hundredth, what holds the least."""
+    """And of what is as fast but for half a hundredth, what moves least often."""
     known = constants(slowdown=1.1)
     got = choose(plan, "auto", "cuda", False, False, known, training)
     assert got == choose(plan, "auto", "cuda", False, False, known, training)
     found = {
-        x.op_schedule: (p.forward + training * p.backward, x.extra_bytes()[training])
+        x.op_schedule: (p.forward + training * p.backward, planner.FEWEST_MOVES.index(x.schedule))
         for x, p in alternatives(plan, "cuda", False, known)
         if planner._is_affordable(x, settle(plan, "ring", "cuda"), "cuda")
     }
     fastest = min(found.values())[0]
-    alike = {name: held for name, (time, held) in found.items() if time <= 1.01 * fastest}
+    alike = {name: order for name, (time, order) in found.items() if time <= 1.005 * fastest}
     assert alike[got.op_schedule] == min(alike.values())
     assert "predicted" in got.reasons[-1] and ("backward" in got.reasons[-1]) == training
-    assert ("least memory" in got.reasons[-1]) == (len(alike) > 1)
+    assert ("fewest moves" in got.reasons[-1]) == (len(alike) > 1)
 
 
 def test_auto_does_not_take_more_memory_than_a_gather_may():

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def table(record: dict) -> str:
-    """Share kept of each implementation, and its extra memory in a forward and backward, of each kernel."""
+    """Share kept of each implementation, and extra memory of a forward and backward by kernel."""
     rows = [row for row in record["rows"] if "kept" in row]
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     modes = {"fwd": "forward", "fwd+bwd": "forward + backward"}

@@ -43,7 +43,7 @@ class Backend:
     takes_prefixes: ClassVar[bool] = False
     #: The most rows of the batch, and the most heads, of one kernel call: sizes of a CUDA grid.
     largest_grid: ClassVar[int | None] = None
-    #: The most bytes that a backward kernel of grouped heads may take for itself: dK and dV of every
+    #: The most bytes that a backward kernel of grouped heads may take for itself: dK and dV of each
     #: query head, before they are added up, and dQ in float32. It is called for some key heads at a
     #: time where it would take more.
     largest_workspace: ClassVar[int | None] = None

@@ -210,11 +210,11 @@ def _gather(model: _Model, rank: int) -> float:
     sums = ranks * length * model.key_row / plan.dtype.itemsize * plan.gradient_itemsize
     going = model.push(sums * (ranks - 1) / ranks, "all_to_all")
     parts = model.beside(model.kernels(own[:half]), coming, True)
-    # Pushed, shares of tiles under a diagonal go last, while the rest is under way.
-    diagonal = [tile for tile in rest if tile.causal]
+    # Pushed, shares of tiles under a diagonal go last, while the others are under way.
+    diagonal, late = [tile for tile in rest if tile.causal], going
+    if diagonal and model.pushed:
+        late *= sum(t.key_length for t in diagonal) / sum(t.key_length for t in rest)
     parts += model.kernels([tile for tile in rest if not tile.causal])
-    keys = sum(tile.key_length for tile in rest)
-    late = going * sum(t.key_length for t in diagonal) / max(1, keys) if model.pushed else going
     parts += model.beside(model.kernels(diagonal), going - late, True)
     parts += model.beside(model.kernels(own[half:]), late, True)
     return parts + model.merges(own + rest, True) + model.copy(sums)
