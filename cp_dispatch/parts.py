@@ -33,7 +33,7 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
 
     Args:
         parts: at least one, each ``(B, H, S, D)`` with any strides and of one dtype, that of
-            ``out`` or wider.
+            ``out``, wider or narrower.
         out: ``(B, H, S, D)``, any strides. May be one of the parts.
     """
     length = out.size(2)
@@ -55,8 +55,8 @@ def add_up(
     rows = *flat, *totals
     fits = most <= _MOST and all(x.stride(-1) == 1 or x.size(-1) == 1 for x in rows)
     # The kernel has no narrow sum of float64.
-    dtype = totals[0].dtype
-    fits = fits and (not flat or flat[0].dtype in (dtype, torch.float32))
+    dtypes = {totals[0].dtype, *(x.dtype for x in flat[:1])}
+    fits = fits and (len(dtypes) == 1 or torch.float64 not in dtypes)
     if fits and has_kernel("sum_parts", totals[0].device.type):
         _op(flat, pieces, totals)
     else:

@@ -82,8 +82,8 @@ void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out
                   "rows that the sum does not have");
   const int type_out = type_number(out);
   const int type = piece.count ? type_number(parts[piece.parts[0]]) : type_out;
-  STD_TORCH_CHECK(type == type_out || (type == 2 && type_out < 2),
-                  "parts must have the dtype of the sum, or be float32 for one of 16 bits");
+  STD_TORCH_CHECK(type == type_out || (type == 2 && type_out < 2) || (type < 2 && type_out == 2),
+                  "parts must have the dtype of the sum, or one of both be float32, the other 16 bits");
   Sum s{};
   int order[] = {0, 1, 2};
   std::stable_sort(order, order + 3, [&](int x, int y) { return out.stride(x) < out.stride(y); });
@@ -123,10 +123,12 @@ void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out
   }
   switch (type) {
     case 0:
-      launch_sum<__nv_bfloat16, __nv_bfloat16, float>(s, packed, stream);
+      if (type_out == 0) launch_sum<__nv_bfloat16, __nv_bfloat16, float>(s, packed, stream);
+      if (type_out == 2) launch_sum<__nv_bfloat16, float, float>(s, packed, stream);
       break;
     case 1:
-      launch_sum<__half, __half, float>(s, packed, stream);
+      if (type_out == 1) launch_sum<__half, __half, float>(s, packed, stream);
+      if (type_out == 2) launch_sum<__half, float, float>(s, packed, stream);
       break;
     case 2:
       if (type_out == 0) launch_sum<float, __nv_bfloat16, float>(s, packed, stream);

@@ -24,13 +24,14 @@ import contextlib
 
 from torch import Tensor
 
+from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Tile, laid_out
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
-from cp_dispatch.schedules.pushed_ring import PushedShards, ReturnedShares
+from cp_dispatch.schedules.pushed_ring import PushedShards, ReturnedShares, shares_overlap
 from cp_dispatch.schedules.ranges import each_hop
 
 geometry = laid_out
@@ -109,6 +110,8 @@ def _keys(key: Tensor, value: Tensor, job: Job) -> TravellingKeys | PushedShards
 
 def _key_gradient(key: Tensor, value: Tensor, job: Job) -> TravellingGradient | ReturnedShares:
     dtype = job.backend.gradient_dtype(key.dtype)
+    if job.ring is not None and job.ring.may_push and shares_overlap(job.geometry):
+        dtype = wide_dtype(dtype)
     box = _box("ring gradients", Pair(key, value, dtype), job)
     if box is None:
         return TravellingGradient(key, value, job.geometry, job.rank, job.ring, job.key_grad_dtype)

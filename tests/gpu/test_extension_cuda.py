@@ -422,12 +422,15 @@ def test_sum_parts(count, dim, dtype):
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
-def test_sum_of_wide_parts(narrow):
-    sources = [torch.randn(2, 3, 33, 128, device="cuda") for _ in range(4)]
-    out, twin = (torch.empty_like(sources[0], dtype=narrow) for _ in range(2))
-    sum_parts(sources, out)
-    sum_parts_eager(sources, whole(sources, twin), [twin])
-    assert torch.equal(out, twin)
+@pytest.mark.parametrize("dim", [128, 7])
+def test_sums_between_wide_and_narrow(narrow, dim):
+    wide = [torch.randn(2, 3, 33, dim, device="cuda") for _ in range(4)]
+    for sources, dtype in ((wide, narrow), ([x.to(narrow) for x in wide], torch.float32)):
+        for count in (1, 4):
+            out, twin = (torch.empty_like(sources[0], dtype=dtype) for _ in range(2))
+            sum_parts(sources[:count], out)
+            sum_parts_eager(sources[:count], whole(sources[:count], twin), [twin])
+            assert torch.equal(out, twin)
 
 
 @pytest.mark.parametrize("seed", range(6))
