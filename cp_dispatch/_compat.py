@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch._C._dynamo.guards import _reinterpret_tensor as view_of
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as outside_functorch,
@@ -87,6 +88,7 @@ __all__ = [
     "symmetric_memory",
     "torch_context_parallel_is_on",
     "varlen_ops",
+    "view_of",
     "without_subclass",
 ]
 

@@ -639,3 +639,14 @@ def test_new_group_of_these(ranks, apart, fails):
     options = {"use_local_synchronization": True, "group_desc": "x"}
     assert seen == [(ranks, None if apart else device, options)]
     assert world.bound_device_id is device
+
+
+def test_view_of():
+    """A view by size, strides and an offset from where the tensor begins."""
+    whole = torch.arange(24)
+    part = whole[4:].view(4, 5)
+    view = _compat.view_of(part, (2, 3), (5, 1), 6)
+    assert torch.equal(view, part[1:3, 1:4])
+    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    view.fill_(-1)
+    assert whole[10] == -1 and (whole == -1).sum() == 6

@@ -25,20 +25,20 @@ class Kept:
 
     def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
         """``make()``, or what it gave before for the same contents of the same tensors."""
-        tensors = [x for x in tensors if x is not None]
-        if any(x.is_inference() for x in tensors):  # whose versions nobody counts
-            return make()
-        storages = [x.untyped_storage() for x in tensors]
-        full_key = (
-            key,
-            *((id(s), x.storage_offset(), tuple(x.shape), x.stride(), x._version)
-              for s, x in zip(storages, tensors, strict=True)),
-        )  # fmt: skip
+        # Every op of every call comes by here: no generators, no copies.
+        storages, full_key = [], [key]
+        for x in tensors:
+            if x is None:
+                continue
+            if x.is_inference():  # whose versions nobody counts
+                return make()
+            storage = x.untyped_storage()
+            storages.append(storage)
+            full_key += (id(storage), x.storage_offset(), x.shape, x.stride(), x._version)
+        full_key = tuple(full_key)
         with self._lock:
             entry = self._entries.get(full_key)
-            if entry is not None and all(
-                ref() is s for ref, s in zip(entry[0], storages, strict=True)
-            ):
+            if entry is not None and _are(entry[0], storages):
                 self._entries.move_to_end(full_key)
                 return entry[1]
         value = make()
@@ -50,3 +50,10 @@ class Kept:
             while len(self._entries) > _MAX_KEPT:
                 self._entries.popitem(last=False)
         return value
+
+
+def _are(refs, storages) -> bool:
+    for ref, storage in zip(refs, storages, strict=True):
+        if ref() is not storage:
+            return False
+    return True

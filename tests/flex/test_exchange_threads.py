@@ -124,7 +124,8 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
                 assert torch.equal(mine[b][:, index], true[b][:, index])
         place = torch.arange(length).view(1, 1, -1, 1)
         grads = [(place * (rank + 1) * 1.0).expand(B, HKV, length, n).clone() for n in (D, DV)]
-        got = OPS.flex_bring_back(*grads, *own, *arguments)
+        for _ in range(1 if rooms is None else 2):
+            got = OPS.flex_bring_back(*grads, *own, *arguments)
         mine = positions(owned, rank)
         for lane in range(owned.lanes):
             rows = slice(lane, lane + 1) if owned.lanes > 1 else slice(None)

@@ -1,0 +1,178 @@
+"""What is worked out once (:mod:`cp_dispatch.flex.prepared`): when it serves, and when not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cp_dispatch import HeadTail
+from cp_dispatch.flex import ops, prepared
+from cp_dispatch.flex.mask_job import exchange_of
+from cp_dispatch.groups import ring_group_name
+from tests.distributed.rooms import Box, Rooms
+from tests.distributed.threads import run_threads
+
+OPS = torch.ops.cp_dispatch
+RANKS, LENGTH, HEADS, D = 2, 64, 2, 4
+
+
+def window_mask(window: int = 24):
+    return create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < window), None, None, LENGTH, LENGTH, "cpu",
+        BLOCK_SIZE=8,
+    )  # fmt: skip
+
+
+def arguments_of(mask, rank: int, layout: str = "") -> tuple:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return (
+        *mask.as_tuple()[2:6], LENGTH, LENGTH, [8, 8], [0, 1, 0, HEADS], [RANKS], rank,
+        ring_group_name(mesh, (0,)), layout, False, False,
+    )  # fmt: skip
+
+
+def shards(rank: int, dtype=torch.float32, step: int = 0) -> list[torch.Tensor]:
+    """Key and value of a rank, and gradients of all positions."""
+    generator = torch.Generator().manual_seed(rank + 10 * step)
+    sizes = [LENGTH // RANKS] * 2 + [LENGTH] * 2
+    return [torch.randn(1, HEADS, n, D, generator=generator).to(dtype) for n in sizes]
+
+
+def both(tensors, arguments) -> list[torch.Tensor]:
+    key, value, *grads = tensors
+    keys = OPS.flex_bring(key, value, *arguments, True, False)
+    return [keys, *OPS.flex_bring_back(*grads, key, value, *arguments)]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """By rank, how often something was worked out."""
+    found = dict.fromkeys(range(RANKS), 0)
+    for name in ("keys_by", "sums_by"):
+        function = getattr(ops, name)
+
+        def counted(*args, function=function):
+            found[dist.get_rank()] += 1
+            return function(*args)
+
+        monkeypatch.setattr(ops, name, counted)
+    return found
+
+
+LAYOUTS = ["", HeadTail(LENGTH, RANKS).text]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["natural", "head-tail"])
+def test_a_way_serves_its_own_kind(made, monkeypatch, layout):
+    """Other strides, dtypes and contents of a mask are worked out for themselves, and all results
+    are bit by bit what they are where nothing is kept."""
+    mask, other, written = window_mask(), window_mask(40), window_mask()
+
+    def strided(rank):
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards(rank)]
+
+    # Tensors, mask, and how many ops are new.
+    steps = [
+        (lambda rank: shards(rank), mask, 2),
+        (lambda rank: shards(rank, step=1), mask, 0),
+        (strided, mask, 2),
+        (lambda rank: shards(rank, torch.bfloat16), mask, 2),
+        (lambda rank: shards(rank), other, 2),
+        (lambda rank: shards(rank), written, 2),
+    ]
+
+    def body(rank: int) -> list:
+        found = []
+        for tensors, own, new in [*steps, *((*step[:2], 0) for step in steps)]:
+            before = made[rank]
+            found.append(both(tensors(rank), arguments_of(own, rank, layout)))
+            assert made[rank] - before == (new if keeps else 2)
+        return found
+
+    rooms = Rooms(monkeypatch)
+    # Boxes of tests forget all views whenever something new comes.
+    monkeypatch.setattr(Box, "forget_many", lambda box, most: None)
+    keeps = True
+    got = run_threads(RANKS, body)
+    keeps = False
+    monkeypatch.setattr(ops, "find", lambda *_: (None, None))
+    want = run_threads(RANKS, body)
+    rooms.assert_all_is_quiet()
+    for mine, theirs in zip(got, want, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_a_mask_that_is_written_over_is_looked_at_anew(made, monkeypatch):
+    mask, other = window_mask(8), window_mask(40)
+
+    def body(rank: int):
+        own = [x.clone() for x in mask.as_tuple()[2:6]]
+        for new in (True, False):
+            if not new:
+                for x, y in zip(own, other.as_tuple()[2:6], strict=True):
+                    x.copy_(y)
+            arguments = (*own, *arguments_of(mask, rank)[4:])
+            got = both(shards(rank), arguments)
+            got = both(shards(rank), arguments)
+        return got, both(shards(rank), arguments_of(other, rank))
+
+    Rooms(monkeypatch)
+    for got, want in run_threads(RANKS, body):
+        assert all(map(torch.equal, got, want))
+
+
+def test_a_way_ends_with_its_room_and_with_its_group(made, monkeypatch):
+    mask = window_mask()
+    Rooms(monkeypatch)
+
+    def body(rank: int) -> None:
+        arguments = arguments_of(mask, rank)
+
+        def new() -> int:
+            before = made[rank]
+            both(shards(rank), arguments)
+            return made[rank] - before
+
+        assert (new(), new()) == (2, 0), "groups of an earlier run have the same names"
+        ways = [ref() for ref in exchange_of(arguments, torch.device("cpu")).ways.values()]
+        assert len(ways) == 2
+        for way in ways:
+            way.box.is_current = False
+        assert new() == 2, "another room took its place"
+        for way in ways:
+            way._box().is_current = True
+
+    for _ in range(2):
+        run_threads(RANKS, body)
+
+
+def test_what_is_kept_holds_no_room(made, monkeypatch):
+    """A mask that lives on does not keep what it found, once the room lets go of it; and what it
+    knows is bounded."""
+    mask = window_mask()
+    Rooms(monkeypatch)
+
+    def body(rank: int) -> None:
+        arguments = arguments_of(mask, rank)
+        both(shards(rank), arguments)
+        exchange = exchange_of(arguments, torch.device("cpu"))
+        ways = list(exchange.ways.values())
+        boxes = {ref().box for ref in ways if ref() is not None}
+        room = weakref.ref(next(iter(boxes))._memory[0])
+        for box in boxes:
+            box.views.clear()
+        gc.collect()
+        assert ways and all(ref() is None for ref in ways) and room() is not None
+        for heads in range(1, 20):
+            x = torch.zeros(1, heads, LENGTH // RANKS, D)
+            OPS.flex_bring(x, x, *arguments, True, False)
+        assert len(exchange.ways) <= prepared._MOST_WAYS
+
+    run_threads(RANKS, body)
