@@ -157,6 +157,31 @@ def test_CausalBiasDispatch():
     assert CausalBias.__dict__["_dispatch"] is before
 
 
+def test_Unflatten():
+    before, switch = DTensor.__dict__["__tensor_unflatten__"], _compat.Unflatten()
+    assert switch.get() is DTensor.__tensor_unflatten__
+    seen = []
+
+    def mine(inner, description, size, stride):
+        seen.append((set(inner), tuple(size), tuple(stride)))
+        return before.__func__(inner, description, size, stride)
+
+    with one_rank() as mesh:
+        given = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        double = torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)
+        double(given)
+        switch.put(mine)
+        seen.clear()
+        got = double(given)
+        assert isinstance(got, DTensor) and torch.equal(got.to_local(), torch.full((2, 3), 2.0))
+    ((names, *shape),) = seen
+    assert "_local_tensor" in names and names <= {"_local_tensor", "device_mesh"}
+    assert shape == [(2, 3), (3, 1)]
+    for _ in range(2):
+        switch.restore()
+        assert DTensor.__dict__["__tensor_unflatten__"] is before
+
+
 def test_below_autograd():
     x = torch.ones(2, requires_grad=True)
     with _compat.below_autograd():

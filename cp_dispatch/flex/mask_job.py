@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,12 @@ def exchange_of(arguments: Sequence, device: torch.device) -> Exchange:
         (key_of(arguments), device, "exchange"),
         lambda: MaskJob(*arguments).new_exchange(device),
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _exchange(needs, keys: Ownership, rank: int, device: torch.device) -> Exchange:
+    """The same object for masks that need the same, as a window made anew at each step does."""
+    return Exchange(needs, keys, rank, device)
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class MaskJob:
 
     def new_exchange(self, device: torch.device) -> Exchange:
         """As :func:`exchange_of`, which keeps it."""
-        return Exchange(self._find_needs(), self.keys, self.ring_rank, device)
+        return _exchange(self._find_needs(), self.keys, self.ring_rank, device)
 
     def _find_needs(self) -> needs_.Needs:
         if self.whole:
