@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pathlib
+import sys
 import weakref
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
+import cp_dispatch
 from cp_dispatch import HeadTail
 from cp_dispatch.flex import mask_job, ops, prepared
 from cp_dispatch.flex.mask_job import exchange_of
@@ -178,3 +181,42 @@ def test_what_is_kept_holds_no_room(made, monkeypatch):
         assert len(exchange.ways) <= prepared._MOST_WAYS
 
     run_threads(RANKS, body)
+
+
+def python_calls(function) -> int:
+    """How many functions of the package a call calls, in Python."""
+    package, count = str(pathlib.Path(ops.__file__).parents[1]), 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_what_is_known_takes_little_python(monkeypatch):
+    """Short kernels wait for the host, and this is what it does at each call."""
+    mask = window_mask()
+    Rooms(monkeypatch)
+
+    def body(rank: int) -> None:
+        key, value, *grads = shards(rank)
+        arguments = arguments_of(mask, rank)
+        calls = {
+            "cut": lambda: OPS.flex_cut(*arguments, -1),
+            "bring": lambda: OPS.flex_bring(key, value, *arguments, False, False),
+            "back": lambda: OPS.flex_bring_back(*grads, key, value, *arguments),
+        }
+        for most, call in zip((4, 20, 24), calls.values(), strict=True):
+            call()
+            call()
+            assert python_calls(call) <= most
+
+    run_threads(RANKS, body)
+    with cp_dispatch.enabled():
+        assert python_calls(cp_dispatch.toggle.current_options) <= 2, "a guard asks at each call"
