@@ -60,12 +60,18 @@ class Kept:
         with self._lock:
             self._near.clear()  # so that what has to go is not held there
             self._entries[full_key] = [weakref.ref(s) for s in storages], value
-            for old, (refs, _) in list(self._entries.items()):
-                if any(ref() is None for ref in refs):
-                    del self._entries[old]
+            for old in [key for key, (refs, _) in self._entries.items() if _some_is_gone(refs)]:
+                del self._entries[old]
             while len(self._entries) > _MAX_KEPT:
                 self._entries.popitem(last=False)
         return value
+
+
+def _some_is_gone(refs) -> bool:
+    for ref in refs:  # a generator would take most of the time of a new mask
+        if ref() is None:
+            return True
+    return False
 
 
 def _mark(x: Tensor) -> tuple:
