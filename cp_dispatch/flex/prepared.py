@@ -45,9 +45,8 @@ class _Way:
 
 def find(exchange: Exchange, group, *tensors: Tensor):
     """The way of tensors like these and its room; None, None where none is known."""
-    found = exchange.ways.get(_kind(tensors))
+    found = exchange.ways.get(_kind(group, tensors))
     way = None if found is None else found()
-    # Names of groups repeat after destroy_process_group, and in threads.
     if way is None or way.group is not group:
         return None, None
     box = way.box
@@ -55,7 +54,7 @@ def find(exchange: Exchange, group, *tensors: Tensor):
 
 
 def _keep(way: _Way, exchange: Exchange, *tensors: Tensor) -> None:
-    box, kind = way.box, _kind(tensors)
+    box, kind = way.box, _kind(way.group, tensors)
     if box is None:
         return
     box.forget_many(MOST_VIEWS)
@@ -65,8 +64,9 @@ def _keep(way: _Way, exchange: Exchange, *tensors: Tensor) -> None:
     exchange.ways[kind] = weakref.ref(way)
 
 
-def _kind(tensors: Sequence[Tensor]) -> tuple:
-    kind = []
+def _kind(group, tensors: Sequence[Tensor]) -> tuple:
+    # The group itself, for names repeat after destroy_process_group, and in threads.
+    kind = [id(group)]
     for x in tensors:
         kind += (x.shape, x.stride(), x.dtype)
     return tuple(kind)

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_dispatch
 from cp_dispatch import HeadTail
+from cp_dispatch._compat import group_name, resolve_group
 from cp_dispatch.flex import mask_job, ops, prepared
 from cp_dispatch.flex.mask_job import exchange_of
 from cp_dispatch.groups import ring_group_name
@@ -139,7 +140,7 @@ def test_a_way_ends_with_its_room_and_with_its_group(made, monkeypatch):
     def body(rank: int) -> None:
         arguments = arguments_of(mask, rank)
 
-        def new() -> int:
+        def new(arguments=arguments) -> int:
             before = made[rank]
             both(shards(rank), arguments)
             return made[rank] - before
@@ -147,12 +148,16 @@ def test_a_way_ends_with_its_room_and_with_its_group(made, monkeypatch):
         assert (new(), new()) == (2, 0), "groups of an earlier run have the same names"
         found = exchange_of(arguments, torch.device("cpu")).ways.values()
         ways = [ref() for ref in found if ref() is not None]
+        ways = [way for way in ways if way.group is resolve_group(arguments[10])]
         assert len(ways) == 2
         for way in ways:
             way.box.is_current = False
         assert new() == 2, "another room took its place"
         for way in ways:
             way._box().is_current = True
+        name = group_name(dist.new_group(list(range(RANKS))))
+        other = (*arguments[:10], name, *arguments[11:])
+        assert [new(other), new(), new(other)] == [2, 0, 0], "each group has its own"
 
     for _ in range(2):
         run_threads(RANKS, body)
