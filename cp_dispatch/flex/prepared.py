@@ -131,17 +131,20 @@ def keep_gradients(
     if not exchange.shares_are_sliced:
         return
     way = GradientsWay(group, carrier.box)
-    way.room, way.there = carrier.views
-    way.shapes = [tuple(rows.shape) for rows in way.there]
-    came = [_like(rows) for rows in way.there]
-    given = [_like(grad_key), _like(grad_value), *came]
-    pairs = _filled(carrier.shares_of(*given[:2]))
+    way.room, there = carrier.views
+    came = [_like(rows) for rows in there]
+    of_keys = _like(grad_key), _like(grad_value)
+    pairs = _filled(carrier.shares_of(*of_keys))
     if not _alike(pairs):
         return
+    # Of many ranks few share rows with this one.
+    way.there = [rows for rows in there if rows.numel()]
+    way.shapes = [tuple(rows.shape) for rows in way.there]
+    given = [*of_keys, *(rows for rows in came if rows.numel())]
     way.staged = [pair[0] for pair in pairs]
     way.shares = _views((pair[1] for pair in pairs), given)
     way.dims = [0] * len(pairs)
-    flat = [part for own in carrier.parts(*given[:2], grads, came) for part in own]
+    flat = [part for own in carrier.parts(*of_keys, grads, came) for part in own]
     way.parts = _views(flat, given)
     way.add, way.pieces = way_to_add(flat, grads, exchange.sums[0])
     _keep(way, exchange, grad_key, grad_value, key, value)
