@@ -29,14 +29,18 @@ def key_of(arguments: Sequence) -> tuple:
     return (queries, keys, *blocks, *part, *ring_shape, *rest)
 
 
-def exchange_of(arguments: Sequence, device: torch.device) -> Exchange:
-    """Who sends what to whom; asks the other ranks where the mask has this rank's rows only."""
+def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchange:
+    """Who sends what to whom; asks the other ranks where the mask has this rank's rows only, but
+    not before ``check(job)``, which may raise."""
+
+    def make() -> Exchange:
+        job = MaskJob(*arguments)
+        if check is not None:
+            check(job)
+        return job.new_exchange(device)
+
     whole = arguments[-1]
-    return kept.get(
-        () if whole else arguments[:4],
-        (key_of(arguments), device, "exchange"),
-        lambda: MaskJob(*arguments).new_exchange(device),
-    )
+    return kept.get(() if whole else arguments[:4], (key_of(arguments), device, "exchange"), make)
 
 
 @functools.lru_cache(maxsize=16)

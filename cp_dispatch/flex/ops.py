@@ -86,7 +86,8 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     """Keys and values side by side in true order, ``(lanes, positions, B / lanes, Hkv, D + Dv)``.
     See Note [Rows in place]."""
     mask, fill = args[:-2], args[-2]
-    exchange, group = exchange_of(mask, key.device), _group_of(mask)
+    exchange = exchange_of(mask, key.device, lambda job: check_rows(job, key))
+    group = _group_of(mask)
     way, box = find(exchange, group, key, value)
     if way is not None:
         return way.run(box, key, value, fill)
@@ -124,7 +125,8 @@ def _flex_bring_fake(key, value, *args):
 
 def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
     """dK and dV of this rank's keys, laid out like them, summed over all ranks."""
-    exchange, group = exchange_of(args, key.device), _group_of(args)
+    exchange = exchange_of(args, key.device, lambda job: check_rows(job, key))
+    group = _group_of(args)
     tensors = grad_key, grad_value, key, value
     way, box = find(exchange, group, *tensors)
     if way is not None:
