@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch._C._dynamo.guards import _reinterpret_tensor as view_of
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as outside_functorch,
@@ -47,6 +48,7 @@ __all__ = [
     "OpStrategy",
     "PLAIN_KEYS",
     "RuntimeSchemaInfo",
+    "Unflatten",
     "add_check",
     "add_subclass_rule",
     "all_gather_single",
@@ -90,6 +92,7 @@ __all__ = [
     "symmetric_memory",
     "torch_context_parallel_is_on",
     "varlen_ops",
+    "view_of",
     "without_subclass",
 ]
 
@@ -252,10 +255,10 @@ def dispatch_modes_are_on() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def dress(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of which ``local`` is this rank's part, without autograd and without the rest of
-    the constructor, which does nothing and takes longer."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+def dress(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """The DTensor of which ``local`` is this rank's part, a leaf, without the rest of the
+    constructor, which does nothing and takes longer."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -322,6 +325,26 @@ class CausalBiasDispatch:
         self._before = self._put = None
 
 
+class Unflatten:
+    """``DTensor.__tensor_unflatten__``, by which compiled graphs make the DTensors that they
+    return, for reading, replacing, restoring."""
+
+    def __init__(self):
+        self._before = self._put = None
+
+    def get(self):
+        return DTensor.__tensor_unflatten__
+
+    def put(self, function) -> None:
+        self._before, self._put = DTensor.__dict__["__tensor_unflatten__"], function
+        DTensor.__tensor_unflatten__ = staticmethod(function)
+
+    def restore(self) -> None:
+        if self._put is not None and DTensor.__tensor_unflatten__ is self._put:
+            DTensor.__tensor_unflatten__ = self._before
+        self._before = self._put = None
+
+
 def local_tensor_mode() -> type | None:
     """The class of torch's ``LocalTensorMode``, None where this torch has none."""
     try:
@@ -382,12 +405,25 @@ def _guard_sizes(builder) -> None:
         # Constants, also those that were symbols until an op looked at them.
         sizes = {i: int(n) for i, n in enumerate(tracked.fake.shape) if is_concrete_int(n)}
 
-        def check(tensor, sizes=sizes) -> bool:
-            shape = tensor.shape
-            return all(shape[i] == n for i, n in sizes.items())
-
         manager = builder.get_guard_manager_from_source(tracked.source)
-        manager.add_lambda_guard(check, [f"cp_dispatch: global sizes of {tracked.source}"], None)
+        manager.add_lambda_guard(
+            _has_sizes(sizes, len(tracked.fake.shape)),
+            [f"cp_dispatch: global sizes of {tracked.source}"],
+            None,
+        )
+
+
+def _has_sizes(sizes: dict[int, int], ndim: int):
+    """A guard that dims of a tensor have these sizes."""
+    if len(sizes) == ndim:  # every call asks
+        whole = torch.Size(sizes.values())
+        return lambda tensor: tensor.shape == whole
+
+    def check(tensor) -> bool:
+        shape = tensor.shape
+        return all(shape[i] == n for i, n in sizes.items())
+
+    return check
 
 
 def add_check(manager, check, words: str) -> None:

@@ -70,6 +70,13 @@ class OptionStack:
         self._thread = threading.local()
 
     def current(self) -> Options | None:
+        # Guards of graphs ask at every call.
+        scopes = self._scopes
+        if not scopes:
+            return self._process
+        own = getattr(self._thread, "scopes", None)
+        if own and own[-1] is scopes[-1]:
+            return own[-1].options
         own = self._own()
         return own[-1].options if own else self.latest()
 

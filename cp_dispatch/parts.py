@@ -50,17 +50,22 @@ def add_up(
     ``places`` holds for each part, alike in all totals: the first row of the total, how many rows,
     and its own first row.
     """
-    pieces, most = _pieces(places, totals[0].size(2), len(totals))
     flat = [part for own in parts for part in own]
+    add, pieces = way_to_add(flat, totals, places)
+    add(flat, pieces, totals)
+
+
+def way_to_add(flat: Sequence[Tensor], totals: Sequence[Tensor], places):
+    """What :func:`add_up` calls with ``(flat, pieces, totals)``, and the pieces: the same for all
+    parts and totals of these shapes, strides and dtypes."""
+    pieces, most = _pieces(places, totals[0].size(2), len(totals))
     rows = *flat, *totals
     fits = most <= _MOST and all(x.stride(-1) == 1 or x.size(-1) == 1 for x in rows)
     # The kernel has no narrow sum of float64.
     dtypes = {totals[0].dtype, *(x.dtype for x in flat[:1])}
     fits = fits and (len(dtypes) == 1 or torch.float64 not in dtypes)
-    if fits and has_kernel("sum_parts", totals[0].device.type):
-        _op(flat, pieces, totals)
-    else:
-        sum_parts_eager(flat, pieces, totals)
+    fits = fits and has_kernel("sum_parts", totals[0].device.type)
+    return (_op if fits else sum_parts_eager), pieces
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,9 +8,10 @@ autograd keys, so it sees each call once, however the function was imported. A c
 DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
 off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
 calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
-exactly: DTensor's tables hold rules of our own ops alone, from the import on. (What stands before
-``varlen_attn`` goes with :func:`disable` alone; after blocks it stays and passes calls on.) While
-enabled, ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
+exactly: DTensor's tables hold rules of our own ops alone, from the import on, and
+:mod:`cp_dispatch.graph_results` goes too. (What stands before ``varlen_attn`` goes with
+:func:`disable` alone; after blocks it stays and passes calls on.) While enabled,
+``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
 Graphs that torch.compile made are guarded, see Note [Guards].
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A

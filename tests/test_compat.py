@@ -157,6 +157,31 @@ def test_CausalBiasDispatch():
     assert CausalBias.__dict__["_dispatch"] is before
 
 
+def test_Unflatten():
+    before, switch = DTensor.__dict__["__tensor_unflatten__"], _compat.Unflatten()
+    assert switch.get() is DTensor.__tensor_unflatten__
+    seen = []
+
+    def mine(inner, description, size, stride):
+        seen.append((set(inner), tuple(size), tuple(stride)))
+        return before.__func__(inner, description, size, stride)
+
+    with one_rank() as mesh:
+        given = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        double = torch.compile(lambda x: x * 2, backend="aot_eager", fullgraph=True)
+        double(given)
+        switch.put(mine)
+        seen.clear()
+        got = double(given)
+        assert isinstance(got, DTensor) and torch.equal(got.to_local(), torch.full((2, 3), 2.0))
+    ((names, *shape),) = seen
+    assert "_local_tensor" in names and names <= {"_local_tensor", "device_mesh"}
+    assert shape == [(2, 3), (3, 1)]
+    for _ in range(2):
+        switch.restore()
+        assert DTensor.__dict__["__tensor_unflatten__"] is before
+
+
 def test_below_autograd():
     x = torch.ones(2, requires_grad=True)
     with _compat.below_autograd():
@@ -639,3 +664,14 @@ def test_new_group_of_these(ranks, apart, fails):
     options = {"use_local_synchronization": True, "group_desc": "x"}
     assert seen == [(ranks, None if apart else device, options)]
     assert world.bound_device_id is device
+
+
+def test_view_of():
+    """A view by size, strides and an offset from where the tensor begins."""
+    whole = torch.arange(24)
+    part = whole[4:].view(4, 5)
+    view = _compat.view_of(part, (2, 3), (5, 1), 6)
+    assert torch.equal(view, part[1:3, 1:4])
+    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    view.fill_(-1)
+    assert whole[10] == -1 and (whole == -1).sum() == 6

@@ -55,6 +55,18 @@ class Exchange:
         self._all = []
         if self.gathers and not self._in_place:
             self._all = [_Place(whole[owner][rank], device) for owner in ranks]
+        #: Weak references of :mod:`cp_dispatch.flex.prepared`.
+        self.ways: dict = {}
+
+    @property
+    def own_is_sliced(self) -> bool:
+        """Whether this rank's rows lie among all as a few runs."""
+        return self._own.is_sliced
+
+    @property
+    def shares_are_sliced(self) -> bool:
+        """Whether all rows that this rank needs of another do."""
+        return all(place.is_sliced for place in self._of)
 
     @property
     def adds_up(self) -> bool:
@@ -249,6 +261,10 @@ class _Place:
         self.rows = move.rows
         self._shard = Selector(move.shard, device)
         self._places = Selector(move.places, device)
+
+    @property
+    def is_sliced(self) -> bool:
+        return self._places.is_sliced
 
     def taken(self, places: Tensor) -> Tensor:
         """The rows as they lie among all."""

@@ -10,7 +10,7 @@ from cp_dispatch._compat import resolve_group
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.flight import Arrivals, Returns, find, register, returns_of
 from cp_dispatch.flex.groups import spans
-from cp_dispatch.flex.mask_job import MaskJob
+from cp_dispatch.flex.mask_job import MaskJob, exchange_of
 from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define
 from cp_dispatch.flex.pulled import gradients_by, keys_by
 from cp_dispatch.flex.rows import copy_all, rows_of, split_rows
@@ -34,7 +34,7 @@ def _flex_start(key: Tensor, value: Tensor, *args) -> Tensor:
     *mask, groups, fill, _ = args
     job = MaskJob(*mask)
     check_rows(job, key)
-    exchange, ring = job.exchange(key.device), _ring(job, key)
+    exchange, ring = exchange_of(mask, key.device), _ring(job, key)
     carrier = keys_by(exchange, ring, key, value, groups)
     size = key.size(1) // groups
     parts = list(zip(*(x.split(size, 1) for x in (key, value)), strict=True))
@@ -66,7 +66,7 @@ def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -
     """Start sending gradients of a group's keys of all positions to the keys' owners."""
     *mask, groups, group = args
     job = MaskJob(*mask)
-    exchange, ring = job.exchange(key.device), _ring(job, key)
+    exchange, ring = exchange_of(mask, key.device), _ring(job, key)
     if group == 0:
         check_rows(job, key)
         flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))

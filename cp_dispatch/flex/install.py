@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch import graph_results
 from cp_dispatch._compat import (
     PLAIN_KEYS,
     add_subclass_rule,
@@ -43,10 +44,12 @@ def install(current_options, plain_context, enabled, library: torch.library.Libr
     for op, rule in zip((FORWARD, BACKWARD), rules(current_options), strict=True):
         add_subclass_rule(op, DTensor, rule)
     torch.library.register_torch_dispatch("aten::index.Tensor", DTensor, _index, lib=library)
+    graph_results.install()
 
 
 def remove() -> None:
     """Take the rules out; that of the backward as soon as no forward waits for it."""
+    graph_results.remove()
     while _replaced:
         set_plain_kernel(FORWARD, *_replaced.pop())
     remove_subclass_rule(FORWARD, DTensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,34 @@ from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.layouts import from_text
 
 kept = Kept()
+
+
+def key_of(arguments: Sequence) -> tuple:
+    """What tells two calls with the same mask tensors apart, of the arguments that all ops share,
+    as ops get them."""
+    _, _, _, _, queries, keys, blocks, part, ring_shape, *rest = arguments
+    # Flat, for that is made and looked up quickly; all but the ring's shape are of one length.
+    return (queries, keys, *blocks, *part, *ring_shape, *rest)
+
+
+def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchange:
+    """Who sends what to whom; asks the other ranks where the mask has this rank's rows only, but
+    not before ``check(job)``, which may raise."""
+
+    def make() -> Exchange:
+        job = MaskJob(*arguments)
+        if check is not None:
+            check(job)
+        return job.new_exchange(device)
+
+    whole = arguments[-1]
+    return kept.get(() if whole else arguments[:4], (key_of(arguments), device, "exchange"), make)
+
+
+@functools.lru_cache(maxsize=16)
+def _exchange(needs, keys: Ownership, rank: int, device: torch.device) -> Exchange:
+    """The same object for masks that need the same, as a window made anew at each step does."""
+    return Exchange(needs, keys, rank, device)
 
 
 @dataclass(frozen=True)
@@ -78,19 +108,14 @@ class MaskJob:
             tensors.append(x)
         return Blocks(*tensors)
 
-    def exchange(self, device: torch.device) -> Exchange:
-        """Who sends what to whom; asks the other ranks where the mask has this rank's rows only."""
-        key = (self._key, str(device), "exchange")
-        if self.whole:
-            return kept.get((), key, lambda: self._exchange(device))
-        return kept.get(self.tensors, key, lambda: self._exchange(device))
-
     @property
     def _key(self) -> tuple:
-        return (
-            int(self.query_length), int(self.key_length), tuple(self.blocks),
-            tuple(map(int, self.part)), tuple(self.ring_shape), self.ring_rank, self.group_name,
-            self.layout, self.local_rows, self.whole,
+        return key_of(
+            (
+                *self.tensors, int(self.query_length), int(self.key_length), self.blocks,
+                map(int, self.part), self.ring_shape, self.ring_rank, self.group_name,
+                self.layout, self.local_rows, self.whole,
+            )
         )  # fmt: skip
 
     def hop(self, hop: int, device: torch.device) -> Hop:
@@ -107,8 +132,9 @@ class MaskJob:
         owner = (self.ring_rank - hop) % self.keys.world_size
         return window(self.keys, owner, self.blocks[1])
 
-    def _exchange(self, device: torch.device) -> Exchange:
-        return Exchange(self._find_needs(), self.keys, self.ring_rank, device)
+    def new_exchange(self, device: torch.device) -> Exchange:
+        """As :func:`exchange_of`, which keeps it."""
+        return _exchange(self._find_needs(), self.keys, self.ring_rank, device)
 
     def _find_needs(self) -> needs_.Needs:
         if self.whole:

@@ -21,8 +21,9 @@ from cp_dispatch._compat import resolve_group
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, listed, pack, packed_size
-from cp_dispatch.flex.mask_job import MaskJob, kept
-from cp_dispatch.flex.pulled import bring, bring_back
+from cp_dispatch.flex.mask_job import MaskJob, exchange_of, kept, key_of
+from cp_dispatch.flex.prepared import find, keep_gradients, keep_keys
+from cp_dispatch.flex.pulled import PulledKeys, keys_by, sums_by
 from cp_dispatch.flex.rows import rows_of, split_rows
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
@@ -63,16 +64,16 @@ SCHEMAS = (
 
 def _flex_cut(*args) -> Tensor:
     """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
-    *mask, hop = args
-    job = MaskJob(*mask)
+    mask, hop = args[:-1], args[-1]
 
     def make() -> Tensor:
+        job = MaskJob(*mask)
         chosen = None if hop < 0 else job.window(hop)
         where = job.queries, job.ring_rank, job.blocks[0], int(job.columns)
         return pack(cut(job.own_part(), *where, chosen, job.local_rows))
 
     # A copy: what an op returns is the graph's, which may write over it.
-    return kept.get(job.tensors, (job._key, hop, "cut"), make).clone()
+    return kept.get(mask[:4], (key_of(mask), hop, "cut"), make).clone()
 
 
 def _flex_cut_fake(*args) -> Tensor:
@@ -84,17 +85,31 @@ def _flex_cut_fake(*args) -> Tensor:
 def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     """Keys and values side by side in true order, ``(lanes, positions, B / lanes, Hkv, D + Dv)``.
     See Note [Rows in place]."""
-    *mask, fill, _ = args
+    mask, fill = args[:-2], args[-2]
+    exchange = exchange_of(mask, key.device, lambda job: check_rows(job, key))
+    group = _group_of(mask)
+    way, box = find(exchange, group, key, value)
+    if way is not None:
+        return way.run(box, key, value, fill)
     job = MaskJob(*mask)
     check_rows(job, key)
-    exchange = job.exchange(key.device)
     buffer = bring_buffer(job, key, value)
     if fill:
         buffer.zero_()
-    group = resolve_group(job.group_name) if job.group_name else None
-    if group is None or not bring(exchange, Ring.of(group, key.device), key, value, buffer):
+    carrier = None
+    if group is not None:
+        carrier = keys_by(exchange, Ring.of(group, key.device), key, value, 1)
+    if isinstance(carrier, PulledKeys):
+        carrier.bring(key, value, buffer)
+        keep_keys(exchange, carrier, group, key, value, buffer)
+    else:
         exchange.bring(group, key, value, buffer)
     return buffer
+
+
+def _group_of(mask):
+    name = mask[10]
+    return resolve_group(name) if name else None
 
 
 def bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
@@ -110,15 +125,22 @@ def _flex_bring_fake(key, value, *args):
 
 def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
     """dK and dV of this rank's keys, laid out like them, summed over all ranks."""
+    exchange = exchange_of(args, key.device, lambda job: check_rows(job, key))
+    group = _group_of(args)
+    tensors = grad_key, grad_value, key, value
+    way, box = find(exchange, group, *tensors)
+    if way is not None:
+        return way.run(box, *tensors)
     job = MaskJob(*args)
     check_rows(job, key)
-    exchange = job.exchange(key.device)
-    group = resolve_group(job.group_name) if job.group_name else None
     grads = torch.empty_like(key), torch.empty_like(value)
+    carrier = None
     if group is not None:
-        ring = Ring.of(group, key.device)
-        if bring_back(exchange, ring, grad_key, grad_value, grads):
-            return grads
+        carrier = sums_by(exchange, Ring.of(group, key.device), *grads)
+    if carrier is not None:
+        carrier.bring_back(grad_key, grad_value, grads)
+        keep_gradients(exchange, carrier, group, *tensors, grads)
+        return grads
     lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
     batch, heads, length, _ = key.shape
     sums = [

@@ -24,7 +24,7 @@ from cp_dispatch.schedules.comm import Ring
 MOST_RUNS = 64
 _MOST_SUMS = 32
 # Views of rooms keep the exchange of a mask that may be gone, and its indices on the GPU.
-_MOST_VIEWS = 8
+MOST_VIEWS = 16
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
@@ -46,25 +46,13 @@ def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, gro
     return Collectives(exchange, ring)
 
 
-def bring(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, buffer: Tensor) -> bool:
-    """Bring keys and values of all heads to the buffer, if there are rooms; all ranks find the
-    same."""
-    carrier = keys_by(exchange, ring, key, value, 1)
-    if isinstance(carrier, Collectives):
-        return False
-    carrier.bring(key, value, buffer)
-    return True
-
-
-def bring_back(exchange: Exchange, ring: Ring, grad_key, grad_value, grads) -> bool:
-    """Write to ``grads`` what all ranks computed of this rank's keys, as :func:`bring`."""
+def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> PulledGradients | None:
+    """What sums the gradients of all heads in one pass, None where there is no such thing; all
+    ranks find the same."""
     if exchange.keys.lanes > 1 or exchange.most_sums > _MOST_SUMS:
-        return False
-    carrier = gradients_by(exchange, ring, *grads, 1)
-    if isinstance(carrier, Collectives):
-        return False
-    carrier.bring_back(grad_key, grad_value, grads)
-    return True
+        return None
+    carrier = gradients_by(exchange, ring, key, value, 1)
+    return carrier if isinstance(carrier, PulledGradients) else None
 
 
 class _Room:
@@ -91,15 +79,15 @@ class _Pulled:
 
     def __init__(self, exchange: Exchange, ring: Ring, room: _Room, rows, groups: int):
         self._exchange, self._room, self._rows, self._groups = exchange, room, rows, groups
-        self._box, self._rank = room.box, ring.rank
+        self.box, self._rank = room.box, ring.rank
         size = ring.world_size
         # The nearest first, so that no two ranks read from one at a time.
         self._peers = [(ring.rank + step) % size for step in range(1, size)]
         place = exchange, room.shape, room.dims, room.dtype, groups
-        found = self._box.views.get(place)
+        found = self.box.views.get(place)
         if found is None:
-            self._box.forget_many(_MOST_VIEWS)
-            found = self._box.views[place] = [self._views(group) for group in range(groups)]
+            self.box.forget_many(MOST_VIEWS)
+            found = self.box.views[place] = [self._views(group) for group in range(groups)]
         #: For each group: this rank's rows, and those of others that it reads.
         self._own, self._there = zip(*found, strict=True)
 
@@ -119,7 +107,7 @@ class PulledKeys(_Pulled):
         return split_rows(rows, self._room.dims), there
 
     def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
-        self._box.wait_for_readers()
+        self.box.wait_for_readers()
         return [
             pair
             for own, part in zip(self._own, parts, strict=True)
@@ -127,11 +115,11 @@ class PulledKeys(_Pulled):
         ]
 
     def open(self) -> None:
-        self._box.open()
+        self.box.open()
 
     def fetch(self, group: int, buffer: Tensor) -> None:
         last = group == self._groups - 1
-        self._box.pull(self._places(buffer), self._there[group], group == 0, last)
+        self.box.pull(self._places(buffer), self._there[group], group == 0, last)
 
     def _places(self, buffer: Tensor) -> list[Tensor]:
         into = buffer.flatten(2).flatten(0, 1)
@@ -141,11 +129,16 @@ class PulledKeys(_Pulled):
             for _, place, count in self._exchange.table[owner][self._rank].pieces
         ]
 
+    def views_for(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Of all groups at once: this rank's room for keys and values, what it reads of others,
+        and the places of that in the buffer."""
+        return self._own[0], self._there[0], self._places(buffer)
+
     def bring(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """All groups at once to the buffer of a current stream that waits for them."""
         copy_all(self.offer([(key, value)]) + self._exchange.own_places(key, value, buffer))
-        self._box.pull(self._places(buffer), self._there[0], True, True, opens=True)
-        self._box.wait()
+        self.box.pull(self._places(buffer), self._there[0], True, True, opens=True)
+        self.box.wait()
 
 
 class PulledGradients(_Pulled):
@@ -161,7 +154,7 @@ class PulledGradients(_Pulled):
 
     def room(self, group: int, like: Tensor, columns: int) -> Tensor:
         if group == 0:
-            self._box.wait_for_readers()
+            self.box.wait_for_readers()
         return self._own[group]
 
     def give(self, group: int, staged: Tensor, shards: list[Tensor]) -> None:
@@ -171,8 +164,8 @@ class PulledGradients(_Pulled):
         """What each taker has computed of this rank's rows, once the current stream has it."""
         own, there = self._own[group], self._there[group]
         came = [own.new_empty(rows.shape) for rows in there]
-        self._box.pull(came, there, True, True, opens=True)
-        self._box.wait()
+        self.box.pull(came, there, True, True, opens=True)
+        self.box.wait()
         return dict(sorted(zip(self._peers, came, strict=True)))
 
     def bring_back(
@@ -180,18 +173,32 @@ class PulledGradients(_Pulled):
     ) -> None:
         """Write to ``grads`` of this rank's keys ``(B, Hkv, L, D)`` what all ranks computed, in
         ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
-        exchange, dims = self._exchange, self._room.dims
+        self.box.wait_for_readers()
+        copy_all(self.shares_of(grad_key, grad_value))
+        came = self._pull(0)
+        parts = self.parts(grad_key, grad_value, grads, [came[taker] for taker in self._peers])
+        add_up(grads, parts, self._exchange.sums[0])
+
+    @property
+    def views(self) -> tuple[Tensor, list[Tensor]]:
+        """Of all groups at once: this rank's room, and what it reads of others."""
+        return self._own[0], self._there[0]
+
+    def shares_of(self, grad_key: Tensor, grad_value: Tensor) -> Pairs:
+        """Where shares of gradients of others' keys are staged, and they."""
         parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
-        staged = self.room(0, parts[0], self._room.columns)
-        copy_all(exchange.stage(parts, staged))
-        places, shares = exchange.sums
+        return self._exchange.stage(parts, self._own[0])
+
+    def parts(self, grad_key, grad_value, grads, came: list[Tensor]) -> tuple[list, list]:
+        """Of what dK and dV are the sums, with what came from the peers."""
+        shares = self._exchange.sums[1]
         keys, values = [grad_key] * shares[self._rank], [grad_value] * shares[self._rank]
         widths = [grad.size(0) * grad.size(1) * grad.size(3) for grad in grads]
-        for taker, rows in self._pull(0).items():
+        for taker, rows in sorted(zip(self._peers, came, strict=True), key=lambda pair: pair[0]):
             views = [
                 x.view(x.size(0), *grad.shape[:2], dim).permute(1, 2, 0, 3)
-                for x, grad, dim in zip(rows.split(widths, 1), grads, dims, strict=True)
+                for x, grad, dim in zip(rows.split(widths, 1), grads, self._room.dims, strict=True)
             ]
             keys += [views[0]] * shares[taker]
             values += [views[1]] * shares[taker]
-        add_up(grads, (keys, values), places)
+        return keys, values

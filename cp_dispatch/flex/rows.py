@@ -25,6 +25,10 @@ class Selector:
         self._spans = spans
         self._index = span_indices(spans).to(device) if len(spans) > _MAX_RUNS else None
 
+    @property
+    def is_sliced(self) -> bool:
+        return self._index is None
+
     def take(self, rows: Tensor) -> Tensor:
         if self._index is not None:
             return rows.index_select(0, self._index)

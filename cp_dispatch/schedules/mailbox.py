@@ -89,6 +89,11 @@ class Mailbox:
         self._here = [[starts[self._rank] + 4 * (kind * len(ranks) + rank) for rank in ranks]
                       for kind in (_FREE, _FULL)]  # fmt: skip
         self.is_in_a_graph = False
+        #: Whether :func:`mailbox` gives this one: no larger one took its place, nobody freed it.
+        self.is_current = True
+        # Of all peers, as most calls take them.
+        self._all = [[_of(flags, self._peers) for flags in kinds]
+                     for kinds in (self._there, self._here)]  # fmt: skip
         #: For views of the rooms that a user makes at each call: they never move.
         self.views: dict[Hashable, Any] = {}
 
@@ -176,14 +181,13 @@ class Mailbox:
         flags the other way round, "free" that a room can be read and "full" that it was. The first
         of several pulls waits for all peers' rooms, the last one until they have read this one.
         ``opens``: the call is :meth:`open` too."""
-        here, there = self._here, self._there
+        there, here = self._all
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         _push_slabs(
-            targets, sources, self._own, _of(there[_FREE], self._peers) if opens else (),
-            _of(here[_FREE], self._peers) if first else (),
-            _of(there[_FULL], self._peers) if last else (),
-            _of(here[_FULL], self._peers) if last else (), self._stream, opens,
+            targets, sources, self._own, there[_FREE] if opens else (),
+            here[_FREE] if first else (), there[_FULL] if last else (),
+            here[_FULL] if last else (), self._stream, opens,
         )  # fmt: skip
 
     def wait(self) -> None:
@@ -261,6 +265,7 @@ def mailbox(
         return None
     if known is not None:
         del _boxes[key]
+        _retire(known[1])
         if known[1].is_in_a_graph:
             _retired.append(known[1])  # its replays go on writing there
     room = -(-size // _GRAIN) * _GRAIN
@@ -281,6 +286,11 @@ def _make(
     box = Mailbox(group, stream, size)
     _meet(group, stream.device, ())  # all flags are 0
     return box
+
+
+def _retire(box: Mailbox) -> None:
+    box.is_current = False
+    box.views.clear()  # what is kept there may refer to the box
 
 
 def _apart(device: torch.device, function: Callable[..., T], *args) -> T:
@@ -319,6 +329,7 @@ def free() -> None:
     rooms makes them anew."""
     for key, (group, box) in list(_boxes.items()):
         _meet(group, box.device, (box._side,))
+        _retire(box)
         if box.is_in_a_graph:
             _retired.append(box)
         del _boxes[key]

@@ -73,6 +73,7 @@ class Box:
         self._rank = ring.rank
         self._peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
         self.views: dict = {}
+        self.is_current = True
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert offset + numel * dtype.itemsize <= len(self._memory[rank])

@@ -75,7 +75,7 @@ def run_groups(mask, length: int, ranks: int, layout="", whole=False, groups=2, 
 
 def arrived_by_need(job: MaskJob, got, want) -> bool:
     """Copy engines move needed rows alone, also where a collective gathers all."""
-    moved = job.exchange(got.device)
+    moved = job.new_exchange(got.device)
     flat, true = (x.flatten(2).flatten(0, 1) for x in (got, want))
     return moved.gathers and all(
         torch.equal(flat[place : place + count], true[place : place + count])

@@ -1,0 +1,229 @@
+"""What is worked out once (:mod:`cp_dispatch.flex.prepared`): when it serves, and when not."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
+
+import cp_dispatch
+from cp_dispatch import HeadTail
+from cp_dispatch._compat import group_name, resolve_group
+from cp_dispatch.flex import mask_job, ops, prepared
+from cp_dispatch.flex.mask_job import exchange_of
+from cp_dispatch.groups import ring_group_name
+from tests.distributed.rooms import Box, Rooms
+from tests.distributed.threads import run_threads
+
+OPS = torch.ops.cp_dispatch
+RANKS, LENGTH, HEADS, D = 2, 64, 2, 4
+
+
+def window_mask(window: int = 24):
+    return create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < window), None, None, LENGTH, LENGTH, "cpu",
+        BLOCK_SIZE=8,
+    )  # fmt: skip
+
+
+def arguments_of(mask, rank: int, layout: str = "") -> tuple:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return (
+        *mask.as_tuple()[2:6], LENGTH, LENGTH, [8, 8], [0, 1, 0, HEADS], [RANKS], rank,
+        ring_group_name(mesh, (0,)), layout, False, False,
+    )  # fmt: skip
+
+
+def shards(rank: int, dtype=torch.float32, step: int = 0) -> list[torch.Tensor]:
+    """Key and value of a rank, and gradients of all positions."""
+    generator = torch.Generator().manual_seed(rank + 10 * step)
+    sizes = [LENGTH // RANKS] * 2 + [LENGTH] * 2
+    return [torch.randn(1, HEADS, n, D, generator=generator).to(dtype) for n in sizes]
+
+
+def both(tensors, arguments) -> list[torch.Tensor]:
+    key, value, *grads = tensors
+    keys = OPS.flex_bring(key, value, *arguments, True, False)
+    return [keys, *OPS.flex_bring_back(*grads, key, value, *arguments)]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """By rank, how often something was worked out."""
+    mask_job._exchange.cache_clear()
+    found = dict.fromkeys(range(RANKS), 0)
+    for name in ("keys_by", "sums_by"):
+        function = getattr(ops, name)
+
+        def counted(*args, function=function):
+            found[dist.get_rank()] += 1
+            return function(*args)
+
+        monkeypatch.setattr(ops, name, counted)
+    return found
+
+
+LAYOUTS = ["", HeadTail(LENGTH, RANKS).text]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["natural", "head-tail"])
+def test_a_way_serves_its_own_kind(made, monkeypatch, layout):
+    """Other strides, dtypes and contents of a mask are worked out for themselves, another mask
+    that needs the same is not, and all results are bit by bit those where nothing is kept."""
+    mask, other, alike = window_mask(), window_mask(40), window_mask()
+
+    def strided(rank):
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards(rank)]
+
+    # Tensors, mask, and how many ops are new.
+    steps = [
+        (lambda rank: shards(rank), mask, 2),
+        (lambda rank: shards(rank, step=1), mask, 0),
+        (strided, mask, 2),
+        (lambda rank: shards(rank, torch.bfloat16), mask, 2),
+        (lambda rank: shards(rank), other, 2),
+        (lambda rank: shards(rank), alike, 0),
+    ]
+
+    def body(rank: int) -> list:
+        found = []
+        for tensors, own, new in [*steps, *((*step[:2], 0) for step in steps)]:
+            before = made[rank]
+            found.append(both(tensors(rank), arguments_of(own, rank, layout)))
+            assert made[rank] - before == (new if keeps else 2)
+        return found
+
+    rooms = Rooms(monkeypatch)
+    # Boxes of tests forget all views whenever something new comes.
+    monkeypatch.setattr(Box, "forget_many", lambda box, most: None)
+    keeps = True
+    got = run_threads(RANKS, body)
+    keeps = False
+    monkeypatch.setattr(ops, "find", lambda *_: (None, None))
+    want = run_threads(RANKS, body)
+    rooms.assert_all_is_quiet()
+    for mine, theirs in zip(got, want, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_a_mask_that_is_written_over_is_looked_at_anew(made, monkeypatch):
+    mask, other = window_mask(8), window_mask(40)
+
+    def body(rank: int):
+        own = [x.clone() for x in mask.as_tuple()[2:6]]
+        for new in (True, False):
+            if not new:
+                for x, y in zip(own, other.as_tuple()[2:6], strict=True):
+                    x.copy_(y)
+            arguments = (*own, *arguments_of(mask, rank)[4:])
+            got = both(shards(rank), arguments)
+            got = both(shards(rank), arguments)
+        return got, both(shards(rank), arguments_of(other, rank))
+
+    Rooms(monkeypatch)
+    for got, want in run_threads(RANKS, body):
+        assert all(map(torch.equal, got, want))
+
+
+def test_a_way_ends_with_its_room_and_with_its_group(made, monkeypatch):
+    mask = window_mask()
+    Rooms(monkeypatch)
+
+    def body(rank: int) -> None:
+        arguments = arguments_of(mask, rank)
+
+        def new(arguments=arguments) -> int:
+            before = made[rank]
+            both(shards(rank), arguments)
+            return made[rank] - before
+
+        assert (new(), new()) == (2, 0), "groups of an earlier run have the same names"
+        found = exchange_of(arguments, torch.device("cpu")).ways.values()
+        ways = [ref() for ref in found if ref() is not None]
+        ways = [way for way in ways if way.group is resolve_group(arguments[10])]
+        assert len(ways) == 2
+        for way in ways:
+            way.box.is_current = False
+        assert new() == 2, "another room took its place"
+        for way in ways:
+            way._box().is_current = True
+        name = group_name(dist.new_group(list(range(RANKS))))
+        other = (*arguments[:10], name, *arguments[11:])
+        assert [new(other), new(), new(other)] == [2, 0, 0], "each group has its own"
+
+    for _ in range(2):
+        run_threads(RANKS, body)
+
+
+def test_what_is_kept_holds_no_room(made, monkeypatch):
+    """A mask that lives on does not keep what it found, once the room lets go of it; and what it
+    knows is bounded."""
+    mask = window_mask()
+    Rooms(monkeypatch)
+
+    def body(rank: int) -> None:
+        arguments = arguments_of(mask, rank)
+        both(shards(rank), arguments)
+        exchange = exchange_of(arguments, torch.device("cpu"))
+        ways = list(exchange.ways.values())
+        boxes = {ref().box for ref in ways if ref() is not None}
+        room = weakref.ref(next(iter(boxes))._memory[0])
+        for box in boxes:
+            box.views.clear()
+        gc.collect()
+        assert ways and all(ref() is None for ref in ways) and room() is not None
+        for heads in range(1, 20):
+            x = torch.zeros(1, heads, LENGTH // RANKS, D)
+            OPS.flex_bring(x, x, *arguments, True, False)
+        assert len(exchange.ways) <= prepared._MOST_WAYS
+
+    run_threads(RANKS, body)
+
+
+def python_calls(function) -> int:
+    """How many functions of the package a call calls, in Python."""
+    package, count = str(pathlib.Path(ops.__file__).parents[1]), 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_what_is_known_takes_little_python(monkeypatch):
+    """Short kernels wait for the host, and this is what it does at each call."""
+    mask = window_mask()
+    Rooms(monkeypatch)
+
+    def body(rank: int) -> None:
+        key, value, *grads = shards(rank)
+        arguments = arguments_of(mask, rank)
+        calls = {
+            "cut": lambda: OPS.flex_cut(*arguments, -1),
+            "bring": lambda: OPS.flex_bring(key, value, *arguments, False, False),
+            "back": lambda: OPS.flex_bring_back(*grads, key, value, *arguments),
+        }
+        for most, call in zip((4, 20, 24), calls.values(), strict=True):
+            call()
+            dist.barrier()  # what another rank works out makes all look twice
+            call()
+            assert python_calls(call) <= most
+            dist.barrier()
+
+    run_threads(RANKS, body)
+    with cp_dispatch.enabled():
+        assert python_calls(cp_dispatch.toggle.current_options) <= 2, "a guard asks at each call"
