@@ -173,6 +173,44 @@ def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, cau
     rooms.assert_all_is_quiet()
 
 
+@pytest.mark.parametrize("kind", [None, "head-tail"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeypatch, first, kind):
+    """Also at the mirror's diagonal, when shares are on their way, and where ranks run out of
+    memory one sooner than another."""
+    problem = Problem(heads=2, length=64, dim=16, causal=True)
+    tensors, method = problem.tensors(), CpuFlash.backward
+    layout = HeadTail(64, 4) if kind else None
+    calls = threading.local()
+
+    def fail(*args, **kwargs):
+        calls.left = getattr(calls, "left", -1) - 1
+        if calls.left == -1:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, "backward", fail)
+    barrier = threading.Barrier(4)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        calls.left = (first + rank) % 3
+        with cp_dispatch.enabled(schedule="gather", layout=layout):
+            with pytest.raises(torch.OutOfMemoryError):
+                run_sharded(problem, tensors, mesh)
+            barrier.wait()
+            rooms.assert_all_is_quiet()
+            barrier.wait()
+            got = run_sharded(problem, tensors, mesh)
+            if layout is None:
+                alone = one_device(problem, tensors, "cpu_flash")
+                check(got, exact(problem, tensors), alone)
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()
+
+
 @pytest.mark.parametrize("schedule", ["gather", "natural_ring", "mirrored_ring", "ulysses"])
 def test_batch_rows_that_are_one(rooms, schedule):
     """Expanded over the batch, as latents and the gradients of means are: no engine copies so."""
