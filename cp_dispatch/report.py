@@ -162,13 +162,14 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     merging = 2 * kernel + output * wide + rows * plan.lse_itemsize
     summing = kernel_grads + dq * (narrow + wide) + dkv * narrow
     if plan.schedule in GATHERS:
-        # The message, the gathered keys, and in the backward their gradients as the kernels give
-        # them, as they are sent and as they come.
+        # The message and the gathered keys, and in the backward beside them their gradients as the
+        # kernels give them; then these, as they are sent and as they come, where keys were.
         gathered = (plan.world_size + 1) * dkv * narrow
         # Halves of rows as they are sent and as they come.
         exchanged = (dq + output * 2) * narrow * (plan.schedule != "gather")
-        sums = 3 * plan.world_size * dkv * plan.gradient_itemsize
-        return gathered + merging + exchanged, gathered + sums + summing + exchanged
+        shares = plan.world_size * dkv * plan.gradient_itemsize
+        moving = max(gathered + shares, 3 * shares)
+        return gathered + merging + exchanged, moving + summing + exchanged
     if plan.schedule in RINGS:
         in_flight = 2 * dkv * narrow if plan.geometry.key_transitions else 0
         forward, backward = in_flight + merging, in_flight + 2 * dkv * wide + summing

@@ -99,7 +99,7 @@ handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
      1                3/1               6.125 (    3)        16.125 (    4)
      2                3/1               6.125 (    3)        18.125 (    4)
      3                4/0               6.125 (    3)        18.125 (    4)
-  extra memory about: 34.750 MiB forward, 62.000 MiB backward
+  extra memory about: 34.750 MiB forward, 52.000 MiB backward
   - half-shards of query and output are exchanged with the mirror rank""",
     )
 
