@@ -14,6 +14,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+import torch.fx.traceback
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -130,9 +131,14 @@ def _threaded_world():
         world.comms = []  # destroy_process_group() of torch 2.11 looks for it
     ProcessLocalGroup.reset()
     ShardingPropagator._propagate_tensor_meta_non_cached = one_at_a_time
+    # Notes for graphs stand in one dict of the process. BlockMask makes some, eagerly too, and of
+    # two threads one took away the other's (KeyError: 'custom').
+    annotate = torch.fx.traceback.annotate
+    torch.fx.traceback.annotate = lambda notes: contextlib.nullcontext()
     try:
         yield
     finally:
+        torch.fx.traceback.annotate = annotate
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
