@@ -306,43 +306,38 @@ def compiles_for_inductor() -> bool:
     return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
 
 
-class CausalBiasDispatch:
-    """The function that ``CausalBias`` hands its calls to, for reading, replacing, restoring."""
+class _StaticMethod:
+    """A static method of a class of torch's, for reading, replacing, restoring."""
 
-    def __init__(self):
+    def __init__(self, owner: type, name: str):
+        self._owner, self._name = owner, name
         self._before = self._put = None
 
     def get(self):
-        return CausalBias._dispatch
+        return getattr(self._owner, self._name)
 
     def put(self, function) -> None:
-        self._before, self._put = CausalBias.__dict__["_dispatch"], function
-        CausalBias._dispatch = staticmethod(function)
+        self._before, self._put = self._owner.__dict__[self._name], function
+        setattr(self._owner, self._name, staticmethod(function))
 
     def restore(self) -> None:
-        if self._put is not None and CausalBias._dispatch is self._put:
-            CausalBias._dispatch = self._before
+        if self._put is not None and self.get() is self._put:
+            setattr(self._owner, self._name, self._before)
         self._before = self._put = None
 
 
-class Unflatten:
-    """``DTensor.__tensor_unflatten__``, by which compiled graphs make the DTensors that they
-    return, for reading, replacing, restoring."""
+class CausalBiasDispatch(_StaticMethod):
+    """The function that ``CausalBias`` hands its calls to."""
 
     def __init__(self):
-        self._before = self._put = None
+        super().__init__(CausalBias, "_dispatch")
 
-    def get(self):
-        return DTensor.__tensor_unflatten__
 
-    def put(self, function) -> None:
-        self._before, self._put = DTensor.__dict__["__tensor_unflatten__"], function
-        DTensor.__tensor_unflatten__ = staticmethod(function)
+class Unflatten(_StaticMethod):
+    """The one by which compiled graphs make the DTensors that they return."""
 
-    def restore(self) -> None:
-        if self._put is not None and DTensor.__tensor_unflatten__ is self._put:
-            DTensor.__tensor_unflatten__ = self._before
-        self._before = self._put = None
+    def __init__(self):
+        super().__init__(DTensor, "__tensor_unflatten__")
 
 
 def local_tensor_mode() -> type | None:

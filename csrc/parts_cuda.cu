@@ -83,7 +83,8 @@ void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out
   const int type_out = type_number(out);
   const int type = piece.count ? type_number(parts[piece.parts[0]]) : type_out;
   STD_TORCH_CHECK(type == type_out || (type == 2 && type_out < 2) || (type < 2 && type_out == 2),
-                  "parts must have the dtype of the sum, or one of both be float32, the other 16 bits");
+                  "parts must have the dtype of the sum, or of both one be float32, the other of "
+                  "16 bits");
   Sum s{};
   int order[] = {0, 1, 2};
   std::stable_sort(order, order + 3, [&](int x, int y) { return out.stride(x) < out.stride(y); });

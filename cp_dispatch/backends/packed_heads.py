@@ -24,8 +24,8 @@ def saved_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
     batch, heads, rows, dim = query.shape
     if heads == key.size(1):
         return 0
-    dims, item = dim + value.size(-1), query.element_size()
-    return 2 * batch * heads * (key.size(2) * dims // 2 - rows * dims) * item
+    row = batch * heads * (dim + value.size(-1)) * query.element_size()
+    return (key.size(2) - 2 * rows) * row
 
 
 def packed(tensor: Tensor, key_heads: int) -> Tensor:

@@ -15,7 +15,8 @@ In natural order halves of the queries alone are swapped with the mirror rank
 sees a prefix.
 
 In the backward every rank sends its shares of dK and dV to the keys' owners while it computes what
-is at home (:mod:`cp_dispatch.schedules.key_shares`).
+is at home, or in natural order the mirror's tile under the diagonal
+(:mod:`cp_dispatch.schedules.key_shares`).
 """
 
 from __future__ import annotations

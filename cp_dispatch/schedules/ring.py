@@ -77,7 +77,8 @@ def backward(
     query_grad = QueryGradient(query, sum(hops, ()))
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
     keys = _keys(key, value, job)
-    travelling = _key_gradient(key, value, job) if key_grad else None
+    pushed = isinstance(keys, PushedShards)
+    travelling = _key_gradient(key, value, job, pushed) if key_grad else None
     try:
         for tiles in each_hop("ring_backward", hops):
             with keys.moving_on():
@@ -108,11 +109,15 @@ def _keys(key: Tensor, value: Tensor, job: Job) -> TravellingKeys | PushedShards
     return TravellingKeys(key, value, job) if box is None else PushedShards(key, value, job, box)
 
 
-def _key_gradient(key: Tensor, value: Tensor, job: Job) -> TravellingGradient | ReturnedShares:
-    dtype = job.backend.gradient_dtype(key.dtype)
-    if job.ring is not None and job.ring.may_push and shares_overlap(job.geometry):
-        dtype = wide_dtype(dtype)
-    box = _box("ring gradients", Pair(key, value, dtype), job)
+def _key_gradient(
+    key: Tensor, value: Tensor, job: Job, pushed: bool
+) -> TravellingGradient | ReturnedShares:
+    """``pushed``: keys are; where there was no room for them there is none for gradients."""
+    dtype, box = job.backend.gradient_dtype(key.dtype), None
+    if pushed:
+        # Looks at all pairs of ranks, which are those of one host here.
+        dtype = wide_dtype(dtype) if shares_overlap(job.geometry) else dtype
+        box = _box("ring gradients", Pair(key, value, dtype), job)
     if box is None:
         return TravellingGradient(key, value, job.geometry, job.rank, job.ring, job.key_grad_dtype)
     return ReturnedShares(key, value, job, box, dtype)
