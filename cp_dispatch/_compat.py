@@ -58,6 +58,7 @@ __all__ = [
     "composite_kernel",
     "count_traced",
     "cudnn_logsumexp_ndim",
+    "current_raw_stream",
     "disable_current_modes",
     "dispatch_modes_are_on",
     "dress",
@@ -259,6 +260,11 @@ def dress(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -
     """The DTensor of which ``local`` is this rank's part, a leaf, without the rest of the
     constructor, which does nothing and takes longer."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def current_raw_stream(device: torch.device) -> int:
+    """The handle of a device's current stream; 0 on CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def group_name(group: dist.ProcessGroup) -> str:

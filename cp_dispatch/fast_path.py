@@ -32,7 +32,7 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.choose import sdp_flags
-from cp_dispatch.kernels import job_of, run_backward, run_forward
+from cp_dispatch.kernels import Repeated
 from cp_dispatch.ops import backward_op
 from cp_dispatch.sharding import target_placements
 
@@ -94,6 +94,7 @@ class Prepared:
         self._arguments = arguments
         self._specs = dtensor_spec(output), dtensor_spec(logsumexp)
         self._gradients: dict[tuple, tuple] = {}
+        self._kernels = Repeated(BACKENDS[backend], arguments)
 
     def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
         if torch.is_grad_enabled() and (
@@ -103,9 +104,9 @@ class Prepared:
         return self.forward(query, key, value)[0]
 
     def forward(self, query, key, value) -> tuple[DTensor, DTensor]:
-        own = local_tensor(query)
+        own = local_tensor(query), local_tensor(key), local_tensor(value)
         with below_autograd(), self._range(""):
-            results = run_forward(*self._job(own), own, local_tensor(key), local_tensor(value))
+            results = self._kernels.forward(*own)
         return tuple(map(dress, results, self._specs))
 
     def backward(self, grad_output, saved, key_grad: bool) -> tuple[DTensor, ...]:
@@ -130,11 +131,8 @@ class Prepared:
             return grads[:3]
         own = [local_tensor(x) for x in (grad_output, *saved)]
         with below_autograd(), self._range("_backward"):
-            grads = run_backward(*self._job(own[1]), *own, key_grad, False)
+            grads = self._kernels.backward(*own, key_grad)
         return tuple(map(dress, grads, known))
-
-    def _job(self, own: Tensor):
-        return job_of(BACKENDS[self.backend], own, *self._arguments)
 
     def _range(self, way: str):
         """What a profile shows in place of the op."""

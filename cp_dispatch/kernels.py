@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch import recomputed
-from cp_dispatch._compat import resolve_group
+from cp_dispatch._compat import profiler_is_on, resolve_group
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import from_text
@@ -105,6 +105,61 @@ def run_backward(
         _unpad(dv, value.size(-1)) if key_grad else placeholder(value),
         dmask if mask_grad else no_mask_grad(job.mask, query),
     )
+
+
+class Repeated:
+    """A kind of call without mask and dropout that is made again and again: its job is looked up
+    once, and a schedule may know it by fewer ops (:mod:`cp_dispatch.schedules.known_call`).
+
+    Args:
+        backend: the kernel.
+        arguments: of the op, after the tensors.
+    """
+
+    def __init__(self, backend, arguments: tuple):
+        self._backend, self._arguments = backend, arguments
+        *_, self._group_name, self._layout, _ = arguments
+        self._group = self._job = self._schedule = self._known = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`run_forward`."""
+        known = self._find(query)
+        if known is None:
+            return run_forward(self._job, self._schedule, query, key, value)
+        results = known.forward(query, key, value)
+        if results is None:
+            results = run_forward(self._job, self._schedule, query, key, value)
+            known.learn_forward(query, key, value)
+        else:
+            recomputed.note(results[1], self._layout)
+        return results
+
+    def backward(self, grad_output, query, key, value, output, logsumexp, key_grad: bool):
+        """As :func:`run_backward`, without a mask's gradient."""
+        known = self._find(query)
+        if not key_grad:
+            known = None
+        tensors = grad_output, query, key, value, output, logsumexp
+        if known is not None:
+            recomputed.check(logsumexp, self._layout)
+            grads = known.backward(*tensors)
+            if grads is not None:
+                return grads
+        grads = run_backward(self._job, self._schedule, *tensors, key_grad, False)[:3]
+        if known is not None:
+            known.learn_backward(*tensors)
+        return grads
+
+    def _find(self, query: Tensor):
+        """The job and its schedule; what that knows, where nobody wants to see its parts."""
+        group = resolve_group(self._group_name) if self._group_name else None
+        # Names repeat after destroy_process_group, and in threads.
+        if self._job is None or group is not self._group:
+            self._group = group
+            self._job, self._schedule = job_of(self._backend, query, *self._arguments)
+            make = getattr(self._schedule, "KnownCalls", None)
+            self._known = make(self._job) if make is not None and self._job.ring else None
+        return None if profiler_is_on() else self._known
 
 
 def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:

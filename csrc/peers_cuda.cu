@@ -227,12 +227,21 @@ void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const 
   push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
 }
 
+void join_streams(const Tensor here, int64_t stream, bool side_waits) {
+  const Launch launch(here.get_device_index());
+  if (side_waits) {
+    wait_for(handle(stream), launch.stream());
+  } else {
+    wait_for(launch.stream(), handle(stream));
+  }
+}
+
 // `moves` holds for each slab: which source (B, S, ...), its first row and how many, the address
 // where they go and the bytes between batch rows there.
 void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64_t> moves,
                std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
                std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
-               bool side_waits) {
+               bool side_waits, bool then_wait) {
   struct Source {
     const char* start;
     int64_t row, batch, rows, count;
@@ -270,15 +279,7 @@ void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64
                      one ? bytes : moves[i + 4], one ? bytes : x.batch, bytes, x.count});
   }
   push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
-}
-
-void join_streams(const Tensor here, int64_t stream, bool side_waits) {
-  const Launch launch(here.get_device_index());
-  if (side_waits) {
-    wait_for(handle(stream), launch.stream());
-  } else {
-    wait_for(launch.stream(), handle(stream));
-  }
+  if (then_wait) join_streams(here, stream, false);
 }
 
 }  // namespace

@@ -142,6 +142,16 @@ def test_group_name(mesh):
     assert _compat.resolve_group(_compat.group_name(group)) is group
 
 
+def test_current_raw_stream():
+    assert _compat.current_raw_stream(torch.device("cpu")) == 0
+    if torch.cuda.is_available():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            assert _compat.current_raw_stream(stream.device) == stream.cuda_stream
+    # Where torch has CUDA; elsewhere a name is there that cannot be called.
+    assert hasattr(torch._C, "_cuda_getCurrentRawStream") or not torch.backends.cuda.is_built()
+
+
 def test_CausalBiasDispatch():
     def mine(*args):
         return "mine"

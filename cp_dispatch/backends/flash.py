@@ -39,7 +39,10 @@ class Flash(Backend):
 
     # With as many queries as keys or not, a causal mask of this kernel ends at the bottom right.
 
-    def prefix_forward(self, query, key, value, prefixes, scale):
+    def prefix_lengths(self, batch, prefixes, device):
+        return _lengths(batch, prefixes, device) if len(prefixes) > 1 else None
+
+    def prefix_forward(self, query, key, value, prefixes, scale, lengths=None):
         if len(prefixes) == 1:
             return self.forward(query, key, value, None, True, scale)
         batch, heads, length, _ = query.shape
@@ -49,15 +52,15 @@ class Flash(Backend):
                 for q, k, v in _runs(prefixes, (query,), (key, value))
             ]
             return tuple(torch.cat(x, 2) for x in zip(*results, strict=True))
+        lengths = lengths or _lengths(batch, prefixes, query.device)
         out, lse, *_ = aten._flash_attention_forward(
-            *map(_packed, (query, key, value)), *_lengths(batch, prefixes, query.device),
-            0.0, True, False, scale=scale,
+            *map(_packed, (query, key, value)), *lengths, 0.0, True, False, scale=scale,
         )  # fmt: skip
         out = out.view(batch, length, heads, -1).transpose(1, 2)
         return out, lse.view(heads, batch, length).transpose(0, 1)
 
     def prefix_backward(
-        self, grad_output, query, key, value, output, logsumexp, prefixes, scale
+        self, grad_output, query, key, value, output, logsumexp, prefixes, scale, lengths=None
     ):  # fmt: skip
         tensors = grad_output, query, key, value, output, logsumexp
         if len(prefixes) == 1:
@@ -72,9 +75,9 @@ class Flash(Backend):
             return tuple(torch.cat(x, 2) for x in zip(*results, strict=True))
         *packed, lse = *map(_packed, tensors[:5]), logsumexp.transpose(0, 1).reshape(heads, -1)
         unused = query.new_empty(2, dtype=torch.uint64)
+        lengths = lengths or _lengths(batch, prefixes, query.device)
         grads = aten._flash_attention_backward(
-            *packed, lse, *_lengths(batch, prefixes, query.device), 0.0, True, unused, unused[0],
-            scale=scale,
+            *packed, lse, *lengths, 0.0, True, unused, unused[0], scale=scale,
         )  # fmt: skip
         return tuple(
             grad.view(batch, like.size(2), *grad.shape[1:]).transpose(1, 2)

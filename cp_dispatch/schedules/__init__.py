@@ -3,6 +3,7 @@
 A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`),
 and may tell its costs: ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
 :mod:`cp_dispatch.schedules.head_costs`).
+``KnownCalls`` of one makes calls again that were made before (see :mod:`known_call`).
 To add one, name it in ``SCHEDULES``; unless it is for particular placements, name it in
 ``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
 """

@@ -46,22 +46,25 @@ class KeyShares:
         self._sources: list[Tensor] = []
         # What says where shares lie.
         self._like = geometry, parcels, key.shape, value.shape, dtype, self._row
-        self._box = ring.mailbox(room, self._plan.largest * self._row * dtype.itemsize)
+        #: Where the shares of this rank's keys come; None where collectives move them.
+        self.box: Mailbox | None = ring.mailbox(
+            room, self._plan.largest * self._row * dtype.itemsize
+        )
 
     def open(self) -> None:
         """Let the others know that their shares can come; the earlier, the less they wait. Else
         :meth:`start` does."""
-        if self._box is not None:
-            self._box.open()
+        if self.box is not None:
+            self.box.open()
             self._is_open = True
 
     def give_up(self) -> None:
         """After an error, wherever it was, leave no rank waiting for this one's shares, and no flag
         for the next call to stumble over."""
-        if self._box is not None:
+        if self.box is not None:
             if not self._ended:
-                self._box.push_rows([], [], opens=not self._is_open, first=not self._begun)
-            self._box.wait()
+                self.box.push_rows([], [], opens=not self._is_open, first=not self._begun)
+            self.box.wait()
 
     def start(self, shares: list[KeyShare], last: bool = True) -> None:
         """Start sending the shares of the next tiles of gathered keys, in their order; ``last``:
@@ -69,13 +72,13 @@ class KeyShares:
         shares = shares if self._row else []
         begin = len(self._shares)
         self._shares += shares
-        if self._box is None:
+        if self.box is None:
             if last:
                 self._send_in_one_message()
             return
-        moves = self._moves(self._box, begin, len(self._shares))
+        moves = self.moves(begin, len(self._shares))
         sources = rows_for(x for share in shares for x in (share.dk, share.dv))
-        self._box.push_rows(
+        self.box.push_rows(
             sources, moves, opens=not self._is_open, first=not self._begun, last=last
         )
         self._is_open, self._begun, self._ended = True, True, last
@@ -100,28 +103,41 @@ class KeyShares:
     def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, with the shares of what it computed at home, in
         their dtype, token-major."""
-        if self._box is not None:
-            self._box.wait()
-            self._arrived = self._coming(self._box)
+        if self.box is not None:
+            self.box.wait()
+            self._arrived = self.coming()
         else:
             self._work.wait()
         self._work = None
         self._sources.clear()
-        own = self._plan.own if self._row else ()
-        parts = [*shares, *(self._shares[parcel.tile] for parcel in own), *self._arrived]
+        own = (self._shares[parcel.tile] for parcel in self.own)
+        parts = [*shares, *own, *self._arrived]
         places = (
             *((share.start, share.dk.size(2), 0) for share in shares),
-            *((parcel.place, parcel.length, parcel.start) for parcel in own),
-            *((share.start, share.dk.size(2), 0) for share in self._arrived),
+            *self.places(self._arrived),
         )
         totals = tuple(token_major(*x.shape, like=x) for x in (self._key, self._value))
         add_up(totals, ([x.dk for x in parts], [x.dv for x in parts]), places)
-        if self._box is not None:
-            self._box.release()
+        if self.box is not None:
+            self.box.release()
         return totals
 
-    def _moves(self, box: Mailbox, begin: int, end: int) -> list[int]:
+    @property
+    def own(self) -> tuple[Parcel, ...]:
+        """Shares of this rank's own keys among those that it computes."""
+        return self._plan.own if self._row else ()
+
+    def places(self, arrived: list[KeyShare]) -> tuple[tuple[int, int, int], ...]:
+        """Where :attr:`own` and then the shares that came belong, for
+        :func:`~cp_dispatch.parts.add_up`."""
+        return (
+            *((parcel.place, parcel.length, parcel.start) for parcel in self.own),
+            *((share.start, share.dk.size(2), 0) for share in arrived),
+        )
+
+    def moves(self, begin: int, end: int) -> list[int]:
         """Where shares of the tiles from ``begin`` to ``end`` go, as moves of the box."""
+        box = self.box
         item = self._pair.dtype.itemsize
         place = *self._like, begin, end
         found = box.views.get(place)
@@ -140,8 +156,9 @@ class KeyShares:
                     offset += tensor.size(0) * stride
         return found
 
-    def _coming(self, box: Mailbox) -> list[KeyShare]:
-        """The shares that come to a room."""
+    def coming(self) -> list[KeyShare]:
+        """The shares that come to the box."""
+        box = self.box
         found = box.views.get(self._like)
         if found is None:
             box.forget_many()

@@ -46,9 +46,10 @@ for _schema in (
     # in flags and take others.
     "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
     " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
-    # The same with rows of sources (B, S, ...); for each copy what :meth:`Mailbox.move` gives.
+    # The same with rows of sources (B, S, ...); for each copy what :meth:`Mailbox.move` gives. If
+    # asked for, let the current stream wait for all that.
     "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
-    " int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
+    " int[] raise_then, int[] take_last, int stream, bool side_waits, bool then_wait=False) -> ()",
     # Let the stream wait for the current one, or the other way round.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -154,20 +155,27 @@ class Mailbox:
         peers: Sequence[int] | None = None,
         first: bool = True,
         last: bool = True,
+        then_wait: bool = False,
+        opens_too: Mailbox | None = None,
     ) -> None:
         """As :meth:`push`, for moves that are the same at every call: numbers that :meth:`move`
-        gave, one after the other. ``opens``: the call is :meth:`open` too. Of several pushes the
-        ``first`` waits for the rooms, the ``last`` tells that they are full."""
-        peers = self._peers if peers is None else peers
+        gave, one after the other. ``opens``: the call is :meth:`open` too, also of another box of
+        the same ranks and stream. Of several pushes the ``first`` waits for the rooms, the ``last``
+        tells that they are full. ``then_wait``: the call is :meth:`wait` too."""
+        there, here = self._all
+        if peers is not None:
+            there, here = ([_of(flags, peers) for flags in x] for x in (self._there, self._here))
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
+        raise_first = there[_FREE] if opens else ()
+        if opens_too is not None:
+            raise_first = [*raise_first, *opens_too._all[0][_FREE]]
         _push_rows(
-            sources, self._own, moves, _of(self._there[_FREE], peers) if opens else (),
-            _of(self._here[_FREE], peers) if first else (),
-            _of(self._there[_FULL], peers) if last else (),
-            _of(self._here[_FULL], peers) if last else (), self._stream, not ready_at_open,
+            sources, self._own, moves, raise_first, here[_FREE] if first else (),
+            there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
+            not ready_at_open, then_wait,
         )  # fmt: skip
-        self._reading = sources
+        self._reading = None if then_wait else sources
 
     def pull(
         self,

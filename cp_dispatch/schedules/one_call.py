@@ -20,6 +20,7 @@ from cp_dispatch.merge import to_token_major, token_major
 from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
+from cp_dispatch.schedules.known_call import KnownCalls
 from cp_dispatch.schedules.prefix_keys import prefix_keys
 from cp_dispatch.schedules.prefix_plan import (
     gradient_parcels,
@@ -32,6 +33,8 @@ from cp_dispatch.schedules.transfer import Transfer
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
+
+__all__ = ["KnownCalls", "backward", "blocks", "extra_bytes", "forward", "geometry", "transfers"]
 
 geometry = laid_out
 

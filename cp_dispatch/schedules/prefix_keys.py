@@ -73,23 +73,24 @@ class PushedPrefixes:
     """Put here by their owners, each piece once for each prefix that has it."""
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
-        self._tensors, self._box = (key, value), box
+        self._tensors = key, value
         place = geometry, key.shape, value.shape, key.dtype
         rooms = box.views.get(place)
         if rooms is None:
             box.forget_many()
             rooms = box.views[place] = _rooms(key, value, geometry, ring, box)
-        self._moves, self._own = rooms
+        #: Numbers for the box, and the views of what comes.
+        self.moves, self.own = rooms
+        self.box = box
 
     def come(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredPrefixes.come`."""
-        self._box.push_rows(rows_for(self._tensors), self._moves, opens=True)
-        self._box.wait()
-        return self._own
+        self.box.push_rows(rows_for(self._tensors), self.moves, opens=True, then_wait=True)
+        return self.own
 
     def release(self) -> None:
         """As :meth:`GatheredPrefixes.release`."""
-        self._box.release()
+        self.box.release()
 
 
 def _rooms(key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):

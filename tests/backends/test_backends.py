@@ -271,3 +271,15 @@ def test_a_backward_of_grouped_heads_is_cut_where_it_takes_too_much_room(
     assert seen == [4 // calls] * calls
     got = as_given(problem, (out.to(problem.dtype), *grads))
     check(got, exact(problem, tensors), one_device(problem, tensors, "cpu_flash"))
+
+
+@pytest.mark.parametrize(
+    "rows, keys, calls",
+    [(4096, 4096, None), (4096, 28672, None), (16384, 16384, 2), (16384, 114688, 8)],
+)
+def test_long_backwards_are_cut_further(rows, keys, calls):
+    """Tiles of 8,192 and 32,768 tokens on each of 4 ranks, 32 and 8 heads of 128, 16 bits."""
+    query, key = (torch.empty(1, h, s, 128, dtype=torch.bfloat16, device="meta")
+                  for h, s in ((32, rows), (8, keys)))  # fmt: skip
+    parts = BACKENDS["flash"]._few_heads(query, key, key)
+    assert (None if parts is None else len(parts)) == calls

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
 from cp_dispatch import dispatch, fast_path
+from cp_dispatch.kernels import Repeated
 from tests.distributed.reference import Problem
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
@@ -240,14 +241,14 @@ def test_no_gradient_and_none_wanted():
 def test_equal_meshes_do_not_share(monkeypatch):
     """Each mesh has its own groups; a call on one must not wait in those of the other."""
     thread = threading.local()
-    real = fast_path.job_of
+    forward = Repeated.forward
 
-    def job_of(*args):
-        job, schedule = real(*args)
-        thread.seen.append(job.ring.group)
-        return job, schedule
+    def seen(self, *tensors):
+        results = forward(self, *tensors)
+        thread.seen.append(self._job.ring.group)
+        return results
 
-    monkeypatch.setattr(fast_path, "job_of", job_of)
+    monkeypatch.setattr(Repeated, "forward", seen)
 
     def body(mesh):
         other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"]

@@ -1,0 +1,161 @@
+"""Known calls of ``one_call`` beside ranks that go the whole way, errors and new rooms."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import cp_dispatch
+from cp_dispatch.backends.cpu_flash import CpuFlash
+from tests.distributed.calls import only
+from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.rooms import Rooms
+from tests.distributed.test_one_call_threads import counted, prefix_backward, prefix_forward
+from tests.distributed.threads import run_threads
+
+
+@pytest.fixture(autouse=True)
+def rooms(monkeypatch):
+    monkeypatch.setattr(CpuFlash, "takes_prefixes", True)
+    monkeypatch.setattr(CpuFlash, "prefix_forward", prefix_forward)
+    monkeypatch.setattr(CpuFlash, "prefix_backward", prefix_backward)
+    return Rooms(monkeypatch)
+
+
+class Case:
+    """A problem and its results, made before ranks run: switches of kernels are the process's."""
+
+    def __init__(self, length: int, batch: int = 1):
+        self.problem = Problem(
+            batch=batch, heads=4, key_heads=2, length=length, dim=16, causal=True
+        )
+        self.tensors = self.problem.tensors()
+        self.want = exact(self.problem, self.tensors)
+        self.alone = one_device(self.problem, self.tensors, "cpu_flash")
+
+
+class Calls:
+    """The same problem on a rank, again and again."""
+
+    def __init__(self, case: Case, rank: int, world_size: int):
+        self.problem, self.tensors, self.want = case.problem, case.tensors, case.want
+        self.alone = case.alone
+        self.rank, self.mesh = rank, init_device_mesh("cpu", (world_size,))
+
+    def shard(self, tensor: torch.Tensor, token_major: bool) -> DTensor:
+        own = tensor.chunk(self.mesh.size(), 2)[self.rank].clone()
+        if token_major:
+            own = own.transpose(1, 2).contiguous().transpose(1, 2)
+        return DTensor.from_local(own, self.mesh, [Shard(2)], run_check=False)
+
+    def run(self, token_major: bool = True) -> list[torch.Tensor]:
+        """Output and gradients of the whole sequence."""
+        *inputs, grad = (self.shard(x, token_major) for x in self.tensors)
+        inputs = [x.requires_grad_() for x in inputs]
+        with cp_dispatch.enabled(schedule="one_call"):
+            output = self.problem.attend(*inputs)
+            grads = torch.autograd.grad(output, inputs, grad)
+        return [x.full_tensor().detach() for x in (output, *grads)]
+
+    def check(self, **how) -> None:
+        check(self.run(**how), self.want, self.alone)
+
+
+def run(world_size: int, body) -> dict[str, int]:
+    with only("cpu_flash"), counted() as calls:
+        run_threads(world_size, body)
+    return calls
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size):
+    case = Case(24 * world_size)
+
+    def body(rank):
+        calls = Calls(case, rank, world_size)
+        for i in range(6):
+            # Strides of another kind each time, on one rank.
+            calls.check(token_major=rank > 0 or i % 2 == 0)
+
+    calls = run(world_size, body)
+    rooms.assert_all_is_quiet()
+    others = world_size - 1
+    assert 4 * others <= calls["forward"] < 4 * world_size, calls
+    assert 3 * others <= calls["backward"] < 3 * world_size, calls
+
+
+def test_rooms_that_others_take_the_place_of(rooms):
+    """By a longer call; what was known is learned anew, in the new rooms."""
+
+    cases = Case(32), Case(96, batch=2)
+
+    def body(rank):
+        short, long = (Calls(case, rank, 2) for case in cases)
+        for _ in range(2):
+            for _ in range(5):
+                short.check()
+            long.check()
+
+    calls = run(2, body)
+    rooms.assert_all_is_quiet()
+    assert calls["forward"] >= 2 * 6 and calls["backward"] >= 2 * 4, calls
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)], ids=str)
+def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, failing):
+    compute, fail = CpuFlash.prefix_backward, threading.local()
+
+    def backward(self, *args, **kwargs):
+        if getattr(fail, "now", False):
+            raise RuntimeError("out of memory")
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, "prefix_backward", backward)
+
+    case = Case(48)
+
+    def body(rank):
+        calls = Calls(case, rank, 3)
+        for _ in range(4):
+            calls.check()
+        with torch.autograd.set_multithreading_enabled(False):
+            fail.now = rank in failing
+            inputs = [calls.shard(x, True).requires_grad_() for x in calls.tensors[:3]]
+            with cp_dispatch.enabled(schedule="one_call"):
+                output = calls.problem.attend(*inputs)
+            grad = calls.shard(calls.tensors[3], True)
+            if fail.now:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    torch.autograd.grad(output, inputs, grad)
+            else:
+                torch.autograd.grad(output, inputs, grad)
+            fail.now = False
+        calls.check()
+
+    calls = run(3, body)
+    rooms.assert_all_is_quiet()
+    assert calls["backward"] == 3 * 3, calls
+
+
+def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
+    """A backward of the query alone is none that was learned."""
+
+    case = Case(32)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(4):
+            calls.check()
+        *inputs, grad = (calls.shard(x, True) for x in calls.tensors)
+        inputs[0].requires_grad_()
+        with cp_dispatch.enabled(schedule="one_call"):
+            for _ in range(3):
+                (found,) = torch.autograd.grad(calls.problem.attend(*inputs), inputs[:1], grad)
+        check([found.full_tensor()], calls.want[1:2], calls.alone[1:2])
+
+    run(2, body)
+    rooms.assert_all_is_quiet()
