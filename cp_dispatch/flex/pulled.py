@@ -11,18 +11,21 @@ there, "full" that they were read.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.rows import Pairs, copy_all, split_rows
 from cp_dispatch.parts import add_up
+from cp_dispatch.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring
 
 #: A copy costs some microseconds; where a rank needs more runs of rows than this, a collective
-#: moves them, and kernels put them in place. So does the sum of a run.
+#: moves them, and kernels put them in place.
 MOST_RUNS = 64
-_MOST_SUMS = 32
 # Views of rooms keep the exchange of a mask that may be gone, and its indices on the GPU.
 MOST_VIEWS = 16
 
@@ -49,7 +52,7 @@ def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, gro
 def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> PulledGradients | None:
     """What sums the gradients of all heads in one pass, None where there is no such thing; all
     ranks find the same."""
-    if exchange.keys.lanes > 1 or exchange.most_sums > _MOST_SUMS:
+    if exchange.keys.lanes > 1:
         return None
     carrier = gradients_by(exchange, ring, key, value, 1)
     return carrier if isinstance(carrier, PulledGradients) else None
@@ -175,9 +178,17 @@ class PulledGradients(_Pulled):
         ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
         self.box.wait_for_readers()
         copy_all(self.shares_of(grad_key, grad_value))
-        came = self._pull(0)
-        parts = self.parts(grad_key, grad_value, grads, [came[taker] for taker in self._peers])
-        add_up(grads, parts, self._exchange.sums[0])
+        by_row = self._exchange.sums.by_row
+        if by_row is None:
+            came = self._pull(0)
+            parts = self.parts(grad_key, grad_value, grads, [came[taker] for taker in self._peers])
+            add_up(grads, parts, self._exchange.sums.places)
+            return
+        gathered = self._own[0].new_empty((by_row.rows, self._own[0].size(1)))
+        self.box.pull(self.places(gathered), self._there[0], True, True, opens=True)
+        copy_all(self.own_into(gathered, grad_key, grad_value))
+        self.box.wait()
+        sum_rows(*self.rows_of(grads, gathered), by_row.order, by_row.offsets, [0, 0])
 
     @property
     def views(self) -> tuple[Tensor, list[Tensor]]:
@@ -191,14 +202,34 @@ class PulledGradients(_Pulled):
 
     def parts(self, grad_key, grad_value, grads, came: list[Tensor]) -> tuple[list, list]:
         """Of what dK and dV are the sums, with what came from the peers."""
-        shares = self._exchange.sums[1]
+        shares = self._exchange.sums.counts
         keys, values = [grad_key] * shares[self._rank], [grad_value] * shares[self._rank]
-        widths = [grad.size(0) * grad.size(1) * grad.size(3) for grad in grads]
         for taker, rows in sorted(zip(self._peers, came, strict=True), key=lambda pair: pair[0]):
-            views = [
-                x.view(x.size(0), *grad.shape[:2], dim).permute(1, 2, 0, 3)
-                for x, grad, dim in zip(rows.split(widths, 1), grads, self._room.dims, strict=True)
-            ]
-            keys += [views[0]] * shares[taker]
-            values += [views[1]] * shares[taker]
+            key, value = (x.permute(1, 2, 0, 3) for x in self._columns(rows, grads))
+            keys += [key] * shares[taker]
+            values += [value] * shares[taker]
         return keys, values
+
+    # -- The same row by row (:class:`~cp_dispatch.flex.sums.RowSums`) ------------------------
+
+    def places(self, gathered: Tensor) -> list[Tensor]:
+        """Where what the peers computed goes."""
+        by_row, there = self._exchange.sums.by_row, self._there[0]
+        pairs = zip(self._peers, there, strict=True)
+        return [by_row.of(taker, gathered, rows.size(0)) for taker, rows in pairs]
+
+    def own_into(self, gathered: Tensor, grad_key: Tensor, grad_value: Tensor) -> Pairs:
+        """Where what this rank computed of its own rows goes, and that."""
+        parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
+        columns = self._columns(gathered, (grad_key, grad_value))
+        return self._exchange.sums.by_row.own_into(columns, parts)
+
+    def rows_of(self, grads, gathered: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """dK and dV, row by row, and of what they are the sums."""
+        return [x.permute(2, 0, 1, 3) for x in grads], self._columns(gathered, grads)
+
+    def _columns(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of dK and dV side by side as ``(rows, B, Hkv, D)`` of each."""
+        shapes = [(x.size(0), x.size(1), x.size(3)) for x in like]
+        parts = rows.split([math.prod(shape) for shape in shapes], 1)
+        return [x.view(x.size(0), *shape) for x, shape in zip(parts, shapes, strict=True)]
