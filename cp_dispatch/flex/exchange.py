@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, pays_to_gather
+from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, packs, pays_to_gather
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.flex.rows import Pairs, Selector, copy_all, pack_rows, split_rows
 from cp_dispatch.flex.sums import Sums
@@ -53,7 +53,7 @@ class Exchange:
         ]
         self.gathers = pays_to_gather(needs, keys)
         self._in_place = keys.lanes == 1 and not keys.layout
-        # What it has for others, owner after owner, and of what the sums of its own rows are made.
+        # What it needs of others, owner after owner, and of what the sums of its own rows are made.
         shares = [span for owner in self._others for span in table[owner][rank].places]
         self._shares = Selector(tuple(shares), device)
         self.sums = None if keys.lanes > 1 else Sums(table[rank], rank, keys.rows(rank), device)
@@ -70,9 +70,14 @@ class Exchange:
         return any(place.rows for place in takers)
 
     @functools.cached_property
-    def most_runs(self) -> int:
-        """As :func:`~cp_dispatch.flex.needs.most_runs`."""
-        return most_runs(self.table)
+    def packs(self) -> bool:
+        """As :func:`~cp_dispatch.flex.needs.packs`, of all heads at once."""
+        return self.keys.lanes == 1 and packs(self.table, self.rank)
+
+    @functools.cached_property
+    def most_runs(self) -> tuple[int, int]:
+        """As :func:`~cp_dispatch.flex.needs.most_runs`: of all heads at once, and of groups."""
+        return most_runs(self.table, self.keys.lanes == 1), most_runs(self.table, False)
 
     @functools.cached_property
     def shares(self) -> list[list[int]]:
@@ -97,6 +102,10 @@ class Exchange:
             for view, x in zip(views, (key, value), strict=True)
             for pair in self._own.pairs(view.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
         ]
+
+    def unpacked(self, packed: Tensor, buffer: Tensor) -> Pairs:
+        """The places of packed rows of others, owner after owner, and they."""
+        return list(self._shares.parts(buffer.flatten(2).flatten(0, 1), packed))
 
     def fetch(self, group, buffer: Tensor) -> None:
         """What this rank needs of others to ``buffer``, from where its own rows go to them."""

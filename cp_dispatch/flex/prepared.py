@@ -81,11 +81,16 @@ class KeysWay(_Way):
         buffer = key.new_empty(self.shape)
         if fill:
             buffer.zero_()
-        given = key, value, buffer
+        packed = key.new_empty(self.packed) if self.packed else None
+        given = key, value, buffer, packed
         box.wait_for_readers()
-        _copy(self.copies, given)
+        _copy(self.first, given)
         box.pull(_seen(self.places, given), self.there, True, True, True)
+        if self.meanwhile:
+            _copy(self.meanwhile, given)
         box.wait()
+        if self.last:
+            _copy(self.last, given)
         return buffer
 
 
@@ -93,14 +98,19 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     """Keep the way of tensors like these, if it is the same copies at each call."""
     if exchange.keys.lanes > 1 or 0 in (key.numel(), value.numel()):
         return
-    given = [_like(x) for x in (key, value, buffer)]
     way = KeysWay(group, carrier.box)
-    own, way.there, places = carrier.views_for(given[2])
-    pairs = [*zip(own, given, strict=False), *exchange.own_places(*given)]
+    given = [_like(x) for x in (key, value, buffer)]
+    packed = carrier.packed(given[2])
+    room, way.there, places = carrier.views_for(given[2], packed)
+    pairs = [*zip(room, given, strict=False), *exchange.own_places(*given)]
     if not _alike(pairs):
         return
-    way.shape = tuple(buffer.shape)
-    way.copies = _copies(pairs, given)
+    given += [] if packed is None else [packed]
+    way.shape, way.packed = tuple(buffer.shape), () if packed is None else tuple(packed.shape)
+    # Rows by an index are a launch of their own, which nobody else waits for.
+    found = _copies(pairs, given)
+    way.first, way.meanwhile = found[:1], found[1:]
+    way.last = [] if packed is None else _copies(exchange.unpacked(packed, given[2]), given)
     way.places = _views(places, given)
     _keep(way, exchange, key, value)
 
@@ -116,7 +126,8 @@ class GradientsWay(_Way):
         given = grad_key, grad_value, *came, *grads
         _copy(self.staged, given)
         box.pull(_seen(self.places, given), self.there, True, True, True)
-        _copy(self.own, given)
+        if self.own:
+            _copy(self.own, given)
         box.wait()
         parts = _seen(self.parts, given)
         if self.by_row is None:

@@ -32,7 +32,7 @@ MOST_VIEWS = 16
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
     """What brings the keys of all groups; all ranks find the same."""
-    if 0 < exchange.most_runs <= MOST_RUNS:
+    if 0 < exchange.most_runs[groups > 1] <= MOST_RUNS:
         rows = [exchange.keys.lanes * exchange.keys.rows(rank) for rank in range(ring.world_size)]
         room = _Room(exchange, ring, "flex keys", key, value, groups, max(rows))
         if room.box is not None:
@@ -105,9 +105,14 @@ class PulledKeys(_Pulled):
         there = []
         for owner in self._peers:
             theirs = self._room.rows(owner, group, self._rows[owner])
-            pieces = self._exchange.table[owner][self._rank].pieces
-            there += [theirs[start : start + count] for start, _, count in pieces]
+            move = self._exchange.table[owner][self._rank]
+            runs = move.shard if self._packs else [(at, count) for at, _, count in move.pieces]
+            there += [theirs[start : start + count] for start, count in runs]
         return split_rows(rows, self._room.dims), there
+
+    @property
+    def _packs(self) -> bool:
+        return self._groups == 1 and self._exchange.packs
 
     def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
         self.box.wait_for_readers()
@@ -132,16 +137,39 @@ class PulledKeys(_Pulled):
             for _, place, count in self._exchange.table[owner][self._rank].pieces
         ]
 
-    def views_for(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def packed(self, like: Tensor) -> Tensor | None:
+        """Room for rows of others that come packed."""
+        if not self._packs:
+            return None
+        return like.new_empty((sum(self._exchange.shares[self._rank]), self._room.columns))
+
+    def _places_in(self, packed: Tensor) -> list[Tensor]:
+        shares = self._exchange.shares[self._rank]
+        found = []
+        for owner in self._peers:
+            at = sum(shares[:owner])
+            for _, count in self._exchange.table[owner][self._rank].shard:
+                found.append(packed[at : at + count])
+                at += count
+        return found
+
+    def views_for(
+        self, buffer: Tensor, packed: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Of all groups at once: this rank's room for keys and values, what it reads of others,
-        and the places of that in the buffer."""
-        return self._own[0], self._there[0], self._places(buffer)
+        and where that goes."""
+        places = self._places(buffer) if packed is None else self._places_in(packed)
+        return self._own[0], self._there[0], places
 
     def bring(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """All groups at once to the buffer of a current stream that waits for them."""
+        packed = self.packed(buffer)
         copy_all(self.offer([(key, value)]) + self._exchange.own_places(key, value, buffer))
-        self.box.pull(self._places(buffer), self._there[0], True, True, opens=True)
+        _, there, places = self.views_for(buffer, packed)
+        self.box.pull(places, there, True, True, opens=True)
         self.box.wait()
+        if packed is not None:
+            copy_all(self._exchange.unpacked(packed, buffer))
 
 
 class PulledGradients(_Pulled):
