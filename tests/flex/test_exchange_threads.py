@@ -152,7 +152,7 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
 def listed_blocks(arguments) -> torch.Tensor:
     """``(B or 1, key blocks)``: those that some row and head of the rank's mask computes."""
     job = MaskJob(*arguments)
-    own = unpack(OPS.flex_cut(*arguments, -1), job.packed_shapes(-1))
+    own = unpack(OPS.flex_cut(*arguments, -1, False), job.packed_shapes(-1))
     columns = int(job.columns)
     table = dense(own.kv_num, own.kv_indices, columns)
     if own.full_kv_num is not None:

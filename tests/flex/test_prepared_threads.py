@@ -256,7 +256,7 @@ def test_what_is_known_takes_little_python(monkeypatch, order):
         key, value, *grads = shards(rank)
         arguments = arguments_of(mask, rank, LAYOUTS[order])
         calls = {
-            "cut": lambda: OPS.flex_cut(*arguments, -1),
+            "cut": lambda: OPS.flex_cut(*arguments, -1, False),
             "bring": lambda: OPS.flex_bring(key, value, *arguments, False, False),
             "back": lambda: OPS.flex_bring_back(*grads, key, value, *arguments),
         }
