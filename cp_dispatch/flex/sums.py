@@ -30,18 +30,18 @@ class Sums:
 
     def __init__(self, moved: Sequence[Move], rank: int, rows: int, device: torch.device):
         takers = [moved[rank], *(move for move in moved if move.taker != rank)]
-        #: For each run of rows its place in the shard, its length and its own place, for
-        #: :func:`~cp_dispatch.parts.add_up`: the rank's own lie among all positions, those of a
-        #: taker one after the other in ascending order.
-        self.places: tuple[tuple[int, int, int], ...] = ()
-        #: How many runs there are of each taker.
-        self.counts: dict[int, int] = {}
+        places: list[tuple[int, int, int]] = []
         for move in takers:
             at = 0
             for start, place, count in move.pieces:
-                self.places += ((start, count, place if move.taker == rank else at),)
+                places.append((start, count, place if move.taker == rank else at))
                 at += count
-            self.counts[move.taker] = len(move.pieces)
+        #: For each run of rows its place in the shard, its length and its own place, for
+        #: :func:`~cp_dispatch.parts.add_up`: the rank's own lie among all positions, those of a
+        #: taker one after the other in ascending order.
+        self.places = tuple(places)
+        #: How many runs there are of each taker.
+        self.counts = {move.taker: len(move.pieces) for move in takers}
         edges = {0, rows}.union(*((start, start + count) for start, count, _ in self.places))
         #: Where they are summed row by row.
         self.by_row: RowSums | None = None
