@@ -79,6 +79,7 @@ __all__ = [
     "local_tensor",
     "local_tensor_mode",
     "new_group_of_these",
+    "on_default_stream",
     "outside_functorch",
     "plain_kernel",
     "profiler_is_on",
@@ -226,6 +227,11 @@ def varlen_ops() -> list[str]:
 def profiler_is_on() -> bool:
     """Whether a profiler records in this process."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """Whether the current stream is CUDA's own, which nobody destroys or captures."""
+    return torch._C._cuda_getCurrentRawStream(device.index) == 0
 
 
 def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:

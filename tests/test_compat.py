@@ -553,6 +553,19 @@ def test_compiles_for_inductor():
     library._destroy()
 
 
+def test_on_default_stream():
+    """Torch that was built without CUDA has no such function."""
+    device = torch.device("cuda", 0)
+    name = "_cuda_getCurrentRawStream"
+    for stream in (0, 7):
+        with mock.patch.object(torch._C, name, lambda index, x=stream: x, create=True):
+            assert _compat.on_default_stream(device) == (stream == 0)
+    if torch.cuda.is_available():
+        assert _compat.on_default_stream(device)
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            assert not _compat.on_default_stream(device)
+
+
 def test_profiler_is_on():
     assert not _compat.profiler_is_on()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

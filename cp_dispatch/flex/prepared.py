@@ -125,7 +125,8 @@ class GradientsWay(_Way):
         came = [self.room.new_empty(shape) for shape in self.shapes]
         given = grad_key, grad_value, *came, *grads
         _copy(self.staged, given)
-        box.pull(_seen(self.places, given), self.there, True, True, True)
+        places = came if self.by_row is None else _seen(self.places, given)
+        box.pull(places, self.there, True, True, True)
         if self.own:
             _copy(self.own, given)
         box.wait()
@@ -152,8 +153,8 @@ def keep_gradients(
     way.there = [rows for rows in there if rows.numel()]
     own: Pairs = []
     if way.by_row is None:
-        came = [_like(rows) for rows in there]
-        filled = places = [rows for rows in came if rows.numel()]
+        came, places = [_like(rows) for rows in there], []
+        filled = [rows for rows in came if rows.numel()]
         flat = [part for parts in carrier.parts(*of_keys, grads, came) for part in parts]
         way.add, way.pieces = way_to_add(flat, grads, exchange.sums.places)
     else:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
-from cp_dispatch._compat import symmetric_memory
+from cp_dispatch._compat import on_default_stream, symmetric_memory
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
 
 T = TypeVar("T")
@@ -89,6 +89,8 @@ class Mailbox:
         self._here = [[starts[self._rank] + 4 * (kind * len(ranks) + rank) for rank in ranks]
                       for kind in (_FREE, _FULL)]  # fmt: skip
         self.is_in_a_graph = False
+        # Whether the default stream has waited for all that was queued here.
+        self._is_quiet = False
         #: Whether :func:`mailbox` gives this one: no larger one took its place, nobody freed it.
         self.is_current = True
         # Of all peers, as most calls take them.
@@ -118,6 +120,7 @@ class Mailbox:
         """Tell the peers (all, or those given) that they may write here."""
         if torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
+        self._is_quiet = False
         flags = self._there[_FREE]
         _raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
@@ -137,6 +140,7 @@ class Mailbox:
         """
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
+        self._is_quiet = False
         _push_slabs(
             targets, sources, self._own, (), _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
@@ -161,6 +165,7 @@ class Mailbox:
         peers = self._peers if peers is None else peers
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
+        self._is_quiet = False
         _push_rows(
             sources, self._own, moves, _of(self._there[_FREE], peers) if opens else (),
             _of(self._here[_FREE], peers) if first else (),
@@ -184,6 +189,7 @@ class Mailbox:
         there, here = self._all
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
+        self._is_quiet = False
         _push_slabs(
             targets, sources, self._own, there[_FREE] if opens else (),
             here[_FREE] if first else (), there[_FULL] if last else (),
@@ -194,6 +200,7 @@ class Mailbox:
         """Let the current stream wait for everything that was pushed here, and from here."""
         _join_streams(self._own, self._stream, False)
         self._reading = None
+        self._is_quiet = on_default_stream(self.device)
 
     def wait_for_readers(self) -> None:
         """Let the current stream wait until nobody reads what was offered here before.
@@ -201,6 +208,8 @@ class Mailbox:
         Where a CUDA graph's capture has put nothing on the box's stream yet, that was before the
         graph, or in its last replay, which ends after it; and a capture may not wait for it.
         """
+        if self._is_quiet and on_default_stream(self.device):
+            return
         if torch.cuda.is_current_stream_capturing():
             with torch.cuda.stream(self._side):
                 if not torch.cuda.is_current_stream_capturing():

@@ -243,7 +243,7 @@ def python_calls(function) -> int:
 
 
 # Of an op that cuts, one that brings keys and one that brings gradients back.
-MOST_CALLS = {"natural": (4, 17, 23), "head-tail": (4, 17, 27), "blocks": (4, 27, 27)}
+MOST_CALLS = {"natural": (4, 17, 21), "head-tail": (4, 17, 25), "blocks": (4, 27, 27)}
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
