@@ -3,7 +3,9 @@
 Rows lie in a room of their owner, and whoever needs some copies them to where they belong: for
 keys, from the owner's shard to their positions in the buffer of a graph, so that nothing is packed
 or unpacked and what no row attends is not copied. (A graph may write over its buffers, so they can
-be no rooms themselves.) Shares of gradients lie owner after owner; the owner copies and adds them.
+be no rooms themselves.) Where that would be many more copies than runs of the owner's shard, they
+come run by run, and a kernel puts them in place. Shares of gradients lie owner after owner; the
+owner copies and adds them.
 
 The flags are those of Note [Flags of a mailbox], the other way round: "free" says that rows are
 there, "full" that they were read.
@@ -23,8 +25,8 @@ from cp_dispatch.parts import add_up
 from cp_dispatch.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring
 
-#: A copy costs some microseconds; where a rank needs more runs of rows than this, a collective
-#: moves them, and kernels put them in place.
+#: A copy costs some microseconds; where a rank would need more than this, a collective moves rows,
+#: and kernels put them in place.
 MOST_RUNS = 64
 # Views of rooms keep the exchange of a mask that may be gone, and its indices on the GPU.
 MOST_VIEWS = 16
