@@ -216,17 +216,6 @@ void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& sig
   after.enqueue(handle(stream));
 }
 
-void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const Tensor here,
-                std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
-                std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
-                bool side_waits) {
-  STD_TORCH_CHECK(targets.size() == sources.size(), "as many targets as sources");
-  std::vector<Slab> slabs;
-  slabs.reserve(targets.size());
-  for (size_t i = 0; i < targets.size(); ++i) slabs.push_back(slab_of(targets[i], sources[i]));
-  push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
-}
-
 void join_streams(const Tensor here, int64_t stream, bool side_waits) {
   const Launch launch(here.get_device_index());
   if (side_waits) {
@@ -234,6 +223,18 @@ void join_streams(const Tensor here, int64_t stream, bool side_waits) {
   } else {
     wait_for(launch.stream(), handle(stream));
   }
+}
+
+void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const Tensor here,
+                std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
+                std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
+                bool side_waits, bool then_wait) {
+  STD_TORCH_CHECK(targets.size() == sources.size(), "as many targets as sources");
+  std::vector<Slab> slabs;
+  slabs.reserve(targets.size());
+  for (size_t i = 0; i < targets.size(); ++i) slabs.push_back(slab_of(targets[i], sources[i]));
+  push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
+  if (then_wait) join_streams(here, stream, false);
 }
 
 // `moves` holds for each slab: which source (B, S, ...), its first row and how many, the address

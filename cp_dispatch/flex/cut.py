@@ -191,6 +191,11 @@ def pack(blocks: Blocks) -> Tensor:
 
 def unpack(packed: Tensor, shapes) -> Blocks:
     """Views of what :func:`pack` made."""
+    return Blocks(*views(packed, shapes))
+
+
+def views(packed: Tensor, shapes) -> list[Tensor | None]:
+    """As :func:`unpack`, with what was put after it."""
     fields, start = [], 0
     for shape in shapes:
         if shape is None:
@@ -201,7 +206,7 @@ def unpack(packed: Tensor, shapes) -> Blocks:
             size = size * n
         fields.append(packed[start : start + size].view(shape))
         start = start + _padded(shape)
-    return Blocks(*fields)
+    return fields
 
 
 def _padded(shape) -> int:

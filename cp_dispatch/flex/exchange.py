@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
-from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, pays_to_gather
+from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, packs, pays_to_gather
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.flex.rows import Pairs, Selector, copy_all, pack_rows, split_rows
+from cp_dispatch.flex.sums import Sums
 
 # Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds
 # everybody's rows a second time.
@@ -52,21 +53,15 @@ class Exchange:
         ]
         self.gathers = pays_to_gather(needs, keys)
         self._in_place = keys.lanes == 1 and not keys.layout
+        # What it needs of others, owner after owner, and of what the sums of its own rows are made.
+        shares = [span for owner in self._others for span in table[owner][rank].places]
+        self._shares = Selector(tuple(shares), device)
+        self.sums = None if keys.lanes > 1 else Sums(table[rank], rank, keys.rows(rank), device)
         self._all = []
         if self.gathers and not self._in_place:
             self._all = [_Place(whole[owner][rank], device) for owner in ranks]
         #: Weak references of :mod:`cp_dispatch.flex.prepared`.
         self.ways: dict = {}
-
-    @property
-    def own_is_sliced(self) -> bool:
-        """Whether this rank's rows lie among all as a few runs."""
-        return self._own.is_sliced
-
-    @property
-    def shares_are_sliced(self) -> bool:
-        """Whether all rows that this rank needs of another do."""
-        return all(place.is_sliced for place in self._of)
 
     @property
     def adds_up(self) -> bool:
@@ -75,35 +70,20 @@ class Exchange:
         return any(place.rows for place in takers)
 
     @functools.cached_property
-    def most_runs(self) -> int:
-        """As :func:`~cp_dispatch.flex.needs.most_runs`."""
-        return most_runs(self.table)
+    def packs(self) -> bool:
+        """As :func:`~cp_dispatch.flex.needs.packs`, of all heads at once."""
+        return self.keys.lanes == 1 and packs(self.table, self.rank)
 
     @functools.cached_property
-    def most_sums(self) -> int:
-        """The most runs of rows of which the sums of some rank's gradients are made."""
-        return max(sum(len(move.pieces) for move in moved) for moved in self.table)
+    def most_runs(self) -> tuple[int, int]:
+        """As :func:`~cp_dispatch.flex.needs.most_runs`: of all heads at once, and of groups."""
+        return most_runs(self.table, self.keys.lanes == 1), most_runs(self.table, False)
 
     @functools.cached_property
     def shares(self) -> list[list[int]]:
         """``[taker][owner]``: of how many of another's rows the taker has shares of gradients."""
         ranks = range(self.keys.world_size)
         return [[0 if o == t else self.table[o][t].rows for o in ranks] for t in ranks]
-
-    @functools.cached_property
-    def sums(self) -> tuple[tuple[tuple[int, int, int], ...], dict[int, int]]:
-        """Of what the sums of this rank's gradients are made: for each run of rows its place in
-        the shard, its length and its own place, for :func:`~cp_dispatch.parts.add_up`, and how
-        many runs there are of each taker. This rank's own lie among all positions, first; those of
-        others one after the other, in ascending order."""
-        places, counts = [], {}
-        for taker in [self.rank, *self._others]:
-            pieces, at = self.table[self.rank][taker].pieces, 0
-            counts[taker] = len(pieces)
-            for start, place, count in pieces:
-                places.append((start, count, place if taker == self.rank else at))
-                at += count
-        return tuple(places), counts
 
     def bring(self, group, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """This rank's rows to ``buffer`` (see Note [Rows in place]) and to all who need them, and
@@ -122,6 +102,10 @@ class Exchange:
             for view, x in zip(views, (key, value), strict=True)
             for pair in self._own.pairs(view.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
         ]
+
+    def unpacked(self, packed: Tensor, buffer: Tensor) -> Pairs:
+        """The places of packed rows of others, owner after owner, and they."""
+        return list(self._shares.parts(buffer.flatten(2).flatten(0, 1), packed))
 
     def fetch(self, group, buffer: Tensor) -> None:
         """What this rank needs of others to ``buffer``, from where its own rows go to them."""
@@ -185,14 +169,10 @@ class Exchange:
     def stage(self, parts: Sequence[Tensor], staged: Tensor) -> Pairs:
         """Where this rank's shares of ``parts`` (positions, ...) go in ``staged`` (rows, n), one
         part beside the other, for :func:`copy_all`."""
-        pairs, start = [], 0
         widths = [math.prod(part.shape[1:]) for part in parts]
-        for owner in self._others:
-            place = self._of[owner]
-            columns = staged[start : start + place.rows].split(widths, 1)
-            for part, into in zip(parts, columns, strict=True):
-                pairs += place.taken_into(into.unflatten(1, part.shape[1:]), part)
-            start += place.rows
+        pairs: Pairs = []
+        for part, into in zip(parts, staged.split(widths, 1), strict=True):
+            pairs += self._shares.taken_into(into.unflatten(1, part.shape[1:]), part)
         return pairs
 
     def give(self, group, staged: Tensor, shards: Sequence[Tensor]) -> None:
@@ -262,17 +242,9 @@ class _Place:
         self._shard = Selector(move.shard, device)
         self._places = Selector(move.places, device)
 
-    @property
-    def is_sliced(self) -> bool:
-        return self._places.is_sliced
-
     def taken(self, places: Tensor) -> Tensor:
         """The rows as they lie among all."""
         return self._places.take(places)
-
-    def taken_into(self, into: Tensor, places: Tensor) -> Pairs:
-        """As :meth:`taken`, for :func:`copy_all`."""
-        return self._places.taken_into(into, places)
 
     def put(self, into: Tensor, rows: Tensor) -> None:
         for part, values in self._places.parts(into, rows):

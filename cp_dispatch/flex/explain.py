@@ -12,7 +12,7 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
-from cp_dispatch.flex.needs import Moves, everything, most_runs, moves, rows_sent
+from cp_dispatch.flex.needs import everything, most_runs, moves, rows_sent
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
 from cp_dispatch.flex.pulled import MOST_RUNS
 from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
@@ -55,20 +55,21 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         return plan
     else:
         needs = job.needs()
-    moved, may_gather = _moved(plan, query, moves(needs, job.keys))
+    runs = most_runs(moves(needs, job.keys), plan.groups == job.keys.lanes == 1)
+    moved, may_gather = _moved(plan, query, runs)
     ranks = range(plan.world_size)
     rows = tuple(rows_sent(needs, job.keys, rank, may_gather) for rank in ranks)
     return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *moved))
 
 
-def _moved(plan: FlexPlan, query: DTensor, table: Moves) -> tuple[tuple[str, ...], bool]:
+def _moved(plan: FlexPlan, query: DTensor, runs: int) -> tuple[tuple[str, ...], bool]:
     """What carries keys and gradients, in words, and whether it may gather all of them where most
     are needed."""
     if plan.schedule == "ring" or plan.world_size == 1:
         return (), plan.schedule != "ring"
     if query.device_mesh.device_type != "cuda":
         return (), True
-    reaches, runs = reaches_all(query.device_mesh, plan.mesh_dims), most_runs(table)
+    reaches = reaches_all(query.device_mesh, plan.mesh_dims)
     if not reaches:
         return (UNKNOWN if reaches is None else NOT_REACHED,), True
     if runs > MOST_RUNS:

@@ -15,7 +15,7 @@ from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall, sharded_dims
-from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
+from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, views
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
 from cp_dispatch.flex.ownership import Ownership, ownership
@@ -145,17 +145,24 @@ class LocalFlex:
         """The block mask of this rank's rows, as the higher-order op takes it; at a hop, of the
         owner's window of keys; of these heads alone, counted from this rank's first."""
         mask, rows = self.call.mask, local_tensor(self.call.query).shape[2]
-        blocks = self._whole_blocks if hop < 0 else self._cut(hop)
+        blocks = self._whole_blocks if hop < 0 else self._cut(hop)[0]
         if heads is not None and blocks.kv_num.size(1) > 1:
             parts = [x if x is None else x.narrow(1, *heads).contiguous() for x in blocks]
             blocks = Blocks(*apart(parts))
         keys = None if hop < 0 else self.window(hop).length
         return mask.of_rows(rows, blocks, mask_mod, keys)
 
+    @property
+    def _cuts(self) -> bool:
+        """Whether this rank's rows are a part of the mask's."""
+        return self.plan.world_size > 1 and not self.has_local_rows
+
     @functools.cached_property
     def _whole_blocks(self) -> Blocks:
-        if self.plan.world_size == 1 or self.has_local_rows:
-            return self._own_part(self.call.mask.lists)
+        return self._cut_all[0] if self._cuts else self._own_part(self.call.mask.lists)
+
+    @functools.cached_property
+    def _cut_all(self) -> tuple[Blocks, Tensor | None]:
         return self._cut(-1)
 
     def window(self, hop: int) -> Window:
@@ -175,9 +182,10 @@ class LocalFlex:
             tensors.append(x if x is None else x.contiguous())
         return Blocks(*tensors)
 
-    def _cut(self, hop: int) -> Blocks:
-        lists = self.call.mask.lists
-        packed = _OPS.flex_cut(*self.mask_arguments, hop)
+    def _cut(self, hop: int) -> tuple[Blocks, Tensor | None]:
+        """The lists, and with those of all keys the table of the mods, if they take one."""
+        lists, order = self.call.mask.lists, hop < 0 and self.place.table_lanes > 0
+        packed = _OPS.flex_cut(*self.mask_arguments, hop, order)
         batch, heads = lists.kv_num.shape[:2]
         batch = max(self._lanes, self.part[1] if batch > 1 else 1)
         heads = self.part[3] if heads > 1 else 1
@@ -187,7 +195,11 @@ class LocalFlex:
         shapes = packed_shapes(
             batch, heads, self._block_rows[2], columns, lists.full_kv_num is not None
         )
-        return Blocks(*apart(unpack(packed, shapes)))
+        if order:
+            lanes, rows = self.place.table_lanes, self.queries.rows(self.rank)
+            shapes.append((lanes, rows) if lanes > 1 else (rows,))
+        parts = apart(views(packed, shapes))
+        return Blocks(*parts[:8]), parts[8] if order else None
 
     # -- The mods ---------------------------------------------------------------------------
 
@@ -222,6 +234,8 @@ class LocalFlex:
     def _table(self) -> Tensor | None:
         if not self.place.table_lanes:
             return None
+        if self._cuts:
+            return self._cut_all[1]
         query = local_tensor(self.call.query)
         table = _OPS.flex_order(query, self._layout, self.rank, self.part, query.shape[2])
         return table if self.place.table_lanes > 1 else table[0]

@@ -18,6 +18,8 @@ from cp_dispatch.layouts.balancer import coalesce
 
 # The share of all keys from which on all of them are gathered.
 _MOST = 0.75
+# So many copies between GPUs cost the host more than a launch.
+_WORTH_A_LAUNCH = 4
 
 #: ``[rank][lane]`` -> runs of needed positions, ascending.
 Needs = tuple[tuple[tuple[Span, ...], ...], ...]
@@ -135,10 +137,22 @@ def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
     return keys.world_size > 1 and len(rows) == 1 and needed >= _MOST * everyone
 
 
-def most_runs(table: Moves) -> int:
-    """The most runs of rows of others that some rank needs."""
-    ranks = range(len(table))
-    return max(sum(len(table[o][t].pieces) for o in ranks if o != t) for t in ranks)
+def packs(table: Moves, taker: int) -> bool:
+    """Whether rows of others had better come one after the other, and then go to their places:
+    that is a launch more, for so many copies less."""
+    moved = [table[owner][taker] for owner in range(len(table)) if owner != taker]
+    return sum(len(move.pieces) - len(move.shard) for move in moved) >= _WORTH_A_LAUNCH
+
+
+def most_runs(table: Moves, may_pack: bool) -> int:
+    """The most copies that bring some rank the rows of others."""
+
+    def runs(taker: int) -> int:
+        moved = [table[owner][taker] for owner in range(len(table)) if owner != taker]
+        packed = may_pack and packs(table, taker)
+        return sum(len(move.shard if packed else move.pieces) for move in moved)
+
+    return max(map(runs, range(len(table))))
 
 
 def rows_sent(needs: Needs, keys: Ownership, rank: int, may_gather: bool = True) -> int:

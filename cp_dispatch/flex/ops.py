@@ -46,9 +46,10 @@ MASK = (
 )
 # fill: places of keys that do not come hold zeros, for kernels that look at all of them.
 # hop: the keys of the rank so many places before alone, in their window; -1, all keys.
+# order: the true positions of this rank's rows come after the lists.
 # backward: tells the two calls of a graph apart, or torch would keep the first one's buffer.
 SCHEMAS = (
-    f"flex_cut({MASK}, int hop) -> Tensor",
+    f"flex_cut({MASK}, int hop, bool order) -> Tensor",
     f"flex_bring(Tensor key, Tensor value, {MASK}, bool fill, bool backward) -> Tensor",
     "flex_bring_back(Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
     f"{MASK}) -> (Tensor, Tensor)",
@@ -64,22 +65,29 @@ SCHEMAS = (
 
 def _flex_cut(*args) -> Tensor:
     """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
-    mask, hop = args[:-1], args[-1]
+    mask, hop, order = args[:-2], args[-2], args[-1]
 
     def make() -> Tensor:
         job = MaskJob(*mask)
         chosen = None if hop < 0 else job.window(hop)
         where = job.queries, job.ring_rank, job.blocks[0], int(job.columns)
-        return pack(cut(job.own_part(), *where, chosen, job.local_rows))
+        packed = pack(cut(job.own_part(), *where, chosen, job.local_rows))
+        if not order:
+            return packed
+        table = _order(packed.device, job.layout, job.ring_rank, job.part)
+        return torch.cat([packed, table.flatten()])
 
     # A copy: what an op returns is the graph's, which may write over it.
-    return kept.get(mask[:4], (key_of(mask), hop, "cut"), make).clone()
+    return kept.get(mask[:4], (key_of(mask), hop, order, "cut"), make).clone()
 
 
 def _flex_cut_fake(*args) -> Tensor:
-    *mask, hop = args
+    *mask, hop, order = args
     job = MaskJob(*mask)
-    return job.kv_num.new_empty(packed_size(job.packed_shapes(hop)), dtype=torch.int32)
+    size = packed_size(job.packed_shapes(hop))
+    if order:
+        size = size + job.queries.lanes * job.queries.rows(job.ring_rank)
+    return job.kv_num.new_empty(size, dtype=torch.int32)
 
 
 def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
@@ -206,9 +214,8 @@ def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
     return _hop_shares(key, value)
 
 
-def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor:
-    """True positions of a rank's rows ``(lanes, rows)`` int32; of rank -1, where in the permuted
-    sequence each position lies; of rank -2, the inverse of that."""
+def _order(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
+    """As ``flex_order`` gives it, and not to be written to."""
 
     def make() -> Tensor:
         balancer = from_text(layout)
@@ -218,10 +225,15 @@ def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor
             order = balancer.inverse if ring_rank == -1 else balancer.indices
         if order.size(0) > 1:
             order = order[part[0] : part[0] + part[1]]
-        return order.to(like.device, torch.int32)
+        return order.to(device, torch.int32)
 
-    key = (layout, ring_rank, tuple(map(int, part)), str(like.device), "order")
-    return kept.get((), key, make).clone()
+    return kept.get((), (layout, ring_rank, tuple(map(int, part)), str(device), "order"), make)
+
+
+def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor:
+    """True positions of a rank's rows ``(lanes, rows)`` int32; of rank -1, where in the permuted
+    sequence each position lies; of rank -2, the inverse of that."""
+    return _order(like.device, layout, ring_rank, part).clone()
 
 
 def _flex_order_fake(like, layout, ring_rank, part, rows):

@@ -2,8 +2,8 @@
 
 An op gets tensors of the same shapes and strides for the same mask again and again, and all that it
 does are a few launches. What these take is the same each time but for the memory: views, which are
-kept as numbers, and parts of rooms, which never move. Then a call is some ten calls of torch, which
-is all that a host has time for beside short kernels.
+kept as numbers, indices of the exchange, and parts of rooms, which never move. Then a call is some
+ten calls of torch, which is all that a host has time for beside short kernels.
 
 A way lives as long as the views of its room (``Mailbox.views``); the exchange of a mask finds it
 without being held up, or holding up a room that another one replaced.
@@ -20,8 +20,9 @@ from torch import Tensor
 from cp_dispatch._compat import view_of
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
+from cp_dispatch.flex.rows import Pairs, copies
 from cp_dispatch.parts import way_to_add
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.rows import copy_rows, sum_rows
 
 #: For each exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
@@ -80,30 +81,38 @@ class KeysWay(_Way):
         buffer = key.new_empty(self.shape)
         if fill:
             buffer.zero_()
-        given = key, value, buffer
+        packed = key.new_empty(self.packed) if self.packed else None
+        given = key, value, buffer, packed
         box.wait_for_readers()
-        targets = [*self.offered, *_seen(self.into, given)]
-        copy_rows(targets, [key, value, *_seen(self.rows, given)], None, self.dims, False)
-        box.pull(_seen(self.places, given), self.there, True, True, True)
-        box.wait()
+        _copy(self.first, given)
+        now = not self.meanwhile
+        box.pull(_seen(self.places, given), self.there, True, True, True, then_wait=now)
+        if not now:
+            _copy(self.meanwhile, given)
+            box.wait()
+        if self.last:
+            _copy(self.last, given)
         return buffer
 
 
 def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer) -> None:
-    """Keep the way of tensors like these, if all that it copies are slices."""
-    given = [_like(x) for x in (key, value, buffer)]
-    if exchange.keys.lanes > 1 or not exchange.own_is_sliced or 0 in (key.numel(), value.numel()):
+    """Keep the way of tensors like these, if it is the same copies at each call."""
+    if exchange.keys.lanes > 1 or 0 in (key.numel(), value.numel()):
         return
     way = KeysWay(group, carrier.box)
-    way.offered, way.there, places = carrier.views_for(given[2])
-    pairs = _filled(exchange.own_places(*given))
-    if not _alike([*zip(way.offered, given, strict=False), *pairs]):
+    given = [_like(x) for x in (key, value, buffer)]
+    packed = carrier.packed(given[2])
+    room, way.there, places = carrier.views_for(given[2], packed)
+    pairs = [*zip(room, given, strict=False), *exchange.own_places(*given)]
+    if not _alike(pairs):
         return
-    way.shape = tuple(buffer.shape)
-    way.into = _views((pair[0] for pair in pairs), given)
-    way.rows = _views((pair[1] for pair in pairs), given)
+    given += [] if packed is None else [packed]
+    way.shape, way.packed = tuple(buffer.shape), () if packed is None else tuple(packed.shape)
+    # Rows by an index are a launch of their own, which nobody else waits for.
+    found = _copies(pairs, given)
+    way.first, way.meanwhile = found[:1], found[1:]
+    way.last = [] if packed is None else _copies(exchange.unpacked(packed, given[2]), given)
     way.places = _views(places, given)
-    way.dims = [0] * (len(way.offered) + len(pairs))
     _keep(way, exchange, key, value)
 
 
@@ -112,15 +121,22 @@ class GradientsWay(_Way):
 
     def run(self, box, grad_key: Tensor, grad_value: Tensor, key, value) -> tuple[Tensor, Tensor]:
         """dK and dV, as :meth:`PulledGradients.bring_back` sums them."""
-        given = grad_key, grad_value
         grads = torch.empty_like(key), torch.empty_like(value)
         box.wait_for_readers()
-        if self.staged:
-            copy_rows(self.staged, _seen(self.shares, given), None, self.dims, False)
         came = [self.room.new_empty(shape) for shape in self.shapes]
-        box.pull(came, self.there, True, True, True)
-        box.wait()
-        self.add(_seen(self.parts, (*given, *came)), self.pieces, grads)
+        given = grad_key, grad_value, *came, *grads
+        _copy(self.staged, given)
+        places = came if self.by_row is None else _seen(self.places, given)
+        now = not self.own
+        box.pull(places, self.there, True, True, True, then_wait=now)
+        if not now:
+            _copy(self.own, given)
+            box.wait()
+        parts = _seen(self.parts, given)
+        if self.by_row is None:
+            self.add(parts, self.pieces, grads)
+        else:
+            sum_rows(_seen(self.sums, given), parts, self.by_row.order, self.by_row.offsets, [0, 0])
         return grads
 
 
@@ -128,25 +144,32 @@ def keep_gradients(
     exchange: Exchange, carrier: PulledGradients, group, grad_key, grad_value, key, value, grads
 ) -> None:
     """As :func:`keep_keys`; ``grads`` are those that the carrier wrote to."""
-    if not exchange.shares_are_sliced:
-        return
     way = GradientsWay(group, carrier.box)
     way.room, there = carrier.views
-    came = [_like(rows) for rows in there]
-    of_keys = _like(grad_key), _like(grad_value)
-    pairs = _filled(carrier.shares_of(*of_keys))
-    if not _alike(pairs):
+    of_keys, sums = [_like(grad_key), _like(grad_value)], [_like(x) for x in grads]
+    pairs = carrier.shares_of(*of_keys)
+    if not _alike([*pairs, *zip(of_keys, grads, strict=True)]):
         return
+    way.by_row = exchange.sums.by_row
     # Of many ranks few share rows with this one.
     way.there = [rows for rows in there if rows.numel()]
-    way.shapes = [tuple(rows.shape) for rows in way.there]
-    given = [*of_keys, *(rows for rows in came if rows.numel())]
-    way.staged = [pair[0] for pair in pairs]
-    way.shares = _views((pair[1] for pair in pairs), given)
-    way.dims = [0] * len(pairs)
-    flat = [part for own in carrier.parts(*of_keys, grads, came) for part in own]
-    way.parts = _views(flat, given)
-    way.add, way.pieces = way_to_add(flat, grads, exchange.sums[0])
+    own: Pairs = []
+    if way.by_row is None:
+        came, places = [_like(rows) for rows in there], []
+        filled = [rows for rows in came if rows.numel()]
+        flat = [part for parts in carrier.parts(*of_keys, grads, came) for part in parts]
+        way.add, way.pieces = way_to_add(flat, grads, exchange.sums.places)
+    else:
+        gathered = way.room.new_empty((way.by_row.rows, way.room.size(1)), device="meta")
+        filled = [gathered]
+        places = [rows for rows in carrier.places(gathered) if rows.numel()]
+        own = carrier.own_into(gathered, *of_keys)
+        into, flat = carrier.rows_of(sums, gathered)
+    given = [*of_keys, *filled, *sums]
+    way.shapes = [tuple(rows.shape) for rows in filled]
+    way.staged, way.own = _copies(pairs, given), _copies(own, given)
+    way.places, way.parts = _views(places, given), _views(flat, given)
+    way.sums = [] if way.by_row is None else _views(into, given)
     _keep(way, exchange, grad_key, grad_value, key, value)
 
 
@@ -155,26 +178,38 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _filled(pairs):
-    return [pair for pair in pairs if pair[1].numel()]
-
-
 def _alike(pairs) -> bool:
     return all(a.dtype is b.dtype for a, b in pairs)
 
 
-def _views(tensors, given: Sequence[Tensor]) -> list[View]:
-    """Views of stand-ins as numbers."""
+def _copies(pairs: Pairs, given: Sequence[Tensor]) -> list[tuple]:
+    """What :func:`_copy` takes."""
+    found = []
+    for targets, sources, index, scatter in copies(pairs):
+        views = _views(targets, given), _views(sources, given)
+        found.append((*views, index, [0] * len(targets), scatter))
+    return found
+
+
+def _copy(kept: list[tuple], given: Sequence[Tensor]) -> None:
+    for targets, sources, index, dims, scatter in kept:
+        copy_rows(_seen(targets, given), _seen(sources, given), index, dims, scatter)
+
+
+def _views(tensors, given: Sequence[Tensor]) -> list[View | Tensor]:
+    """Views of stand-ins as numbers; what is no view of one never moves."""
     storages = [x.untyped_storage() for x in given]
-    return [
-        (
-            next(i for i, s in enumerate(storages) if s is x.untyped_storage()),
-            tuple(x.shape), x.stride(), x.storage_offset(),
-        )
-        for x in tensors
-    ]  # fmt: skip
+    numbers = {id(x): i for i, x in enumerate(storages)}
+    found = []
+    for x in tensors:
+        i = numbers.get(id(x.untyped_storage()))
+        found.append(x if i is None else (i, tuple(x.shape), x.stride(), x.storage_offset()))
+    return found
 
 
-def _seen(views: list[View], given: Sequence[Tensor]) -> list[Tensor]:
+def _seen(views: list[View | Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """The same views of what stands there now."""
-    return [view_of(given[i], size, strides, offset) for i, size, strides, offset in views]
+    return [
+        view if isinstance(view, Tensor) else view_of(given[view[0]], view[1], view[2], view[3])
+        for view in views
+    ]

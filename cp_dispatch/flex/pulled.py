@@ -3,7 +3,9 @@
 Rows lie in a room of their owner, and whoever needs some copies them to where they belong: for
 keys, from the owner's shard to their positions in the buffer of a graph, so that nothing is packed
 or unpacked and what no row attends is not copied. (A graph may write over its buffers, so they can
-be no rooms themselves.) Shares of gradients lie owner after owner; the owner copies and adds them.
+be no rooms themselves.) Where that would be many more copies than runs of the owner's shard, they
+come run by run, and a kernel puts them in place. Shares of gradients lie owner after owner; the
+owner copies and adds them.
 
 The flags are those of Note [Flags of a mailbox], the other way round: "free" says that rows are
 there, "full" that they were read.
@@ -11,25 +13,28 @@ there, "full" that they were read.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.rows import Pairs, copy_all, split_rows
 from cp_dispatch.parts import add_up
+from cp_dispatch.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring
 
-#: A copy costs some microseconds; where a rank needs more runs of rows than this, a collective
-#: moves them, and kernels put them in place. So does the sum of a run.
+#: A copy costs some microseconds; where a rank would need more than this, a collective moves rows,
+#: and kernels put them in place.
 MOST_RUNS = 64
-_MOST_SUMS = 32
 # Views of rooms keep the exchange of a mask that may be gone, and its indices on the GPU.
 MOST_VIEWS = 16
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
     """What brings the keys of all groups; all ranks find the same."""
-    if 0 < exchange.most_runs <= MOST_RUNS:
+    if 0 < exchange.most_runs[groups > 1] <= MOST_RUNS:
         rows = [exchange.keys.lanes * exchange.keys.rows(rank) for rank in range(ring.world_size)]
         room = _Room(exchange, ring, "flex keys", key, value, groups, max(rows))
         if room.box is not None:
@@ -49,7 +54,7 @@ def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, gro
 def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> PulledGradients | None:
     """What sums the gradients of all heads in one pass, None where there is no such thing; all
     ranks find the same."""
-    if exchange.keys.lanes > 1 or exchange.most_sums > _MOST_SUMS:
+    if exchange.keys.lanes > 1:
         return None
     carrier = gradients_by(exchange, ring, key, value, 1)
     return carrier if isinstance(carrier, PulledGradients) else None
@@ -102,9 +107,14 @@ class PulledKeys(_Pulled):
         there = []
         for owner in self._peers:
             theirs = self._room.rows(owner, group, self._rows[owner])
-            pieces = self._exchange.table[owner][self._rank].pieces
-            there += [theirs[start : start + count] for start, _, count in pieces]
+            move = self._exchange.table[owner][self._rank]
+            runs = move.shard if self._packs else [(at, count) for at, _, count in move.pieces]
+            there += [theirs[start : start + count] for start, count in runs]
         return split_rows(rows, self._room.dims), there
+
+    @property
+    def _packs(self) -> bool:
+        return self._groups == 1 and self._exchange.packs
 
     def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
         self.box.wait_for_readers()
@@ -129,16 +139,38 @@ class PulledKeys(_Pulled):
             for _, place, count in self._exchange.table[owner][self._rank].pieces
         ]
 
-    def views_for(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def packed(self, like: Tensor) -> Tensor | None:
+        """Room for rows of others that come packed."""
+        if not self._packs:
+            return None
+        return like.new_empty((sum(self._exchange.shares[self._rank]), self._room.columns))
+
+    def _places_in(self, packed: Tensor) -> list[Tensor]:
+        shares = self._exchange.shares[self._rank]
+        found = []
+        for owner in self._peers:
+            at = sum(shares[:owner])
+            for _, count in self._exchange.table[owner][self._rank].shard:
+                found.append(packed[at : at + count])
+                at += count
+        return found
+
+    def views_for(
+        self, buffer: Tensor, packed: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Of all groups at once: this rank's room for keys and values, what it reads of others,
-        and the places of that in the buffer."""
-        return self._own[0], self._there[0], self._places(buffer)
+        and where that goes."""
+        places = self._places(buffer) if packed is None else self._places_in(packed)
+        return self._own[0], self._there[0], places
 
     def bring(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """All groups at once to the buffer of a current stream that waits for them."""
+        packed = self.packed(buffer)
         copy_all(self.offer([(key, value)]) + self._exchange.own_places(key, value, buffer))
-        self.box.pull(self._places(buffer), self._there[0], True, True, opens=True)
-        self.box.wait()
+        _, there, places = self.views_for(buffer, packed)
+        self.box.pull(places, there, True, True, opens=True, then_wait=True)
+        if packed is not None:
+            copy_all(self._exchange.unpacked(packed, buffer))
 
 
 class PulledGradients(_Pulled):
@@ -164,8 +196,7 @@ class PulledGradients(_Pulled):
         """What each taker has computed of this rank's rows, once the current stream has it."""
         own, there = self._own[group], self._there[group]
         came = [own.new_empty(rows.shape) for rows in there]
-        self.box.pull(came, there, True, True, opens=True)
-        self.box.wait()
+        self.box.pull(came, there, True, True, opens=True, then_wait=True)
         return dict(sorted(zip(self._peers, came, strict=True)))
 
     def bring_back(
@@ -175,9 +206,17 @@ class PulledGradients(_Pulled):
         ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
         self.box.wait_for_readers()
         copy_all(self.shares_of(grad_key, grad_value))
-        came = self._pull(0)
-        parts = self.parts(grad_key, grad_value, grads, [came[taker] for taker in self._peers])
-        add_up(grads, parts, self._exchange.sums[0])
+        by_row = self._exchange.sums.by_row
+        if by_row is None:
+            came = self._pull(0)
+            parts = self.parts(grad_key, grad_value, grads, [came[taker] for taker in self._peers])
+            add_up(grads, parts, self._exchange.sums.places)
+            return
+        gathered = self._own[0].new_empty((by_row.rows, self._own[0].size(1)))
+        self.box.pull(self.places(gathered), self._there[0], True, True, opens=True)
+        copy_all(self.own_into(gathered, grad_key, grad_value))
+        self.box.wait()
+        sum_rows(*self.rows_of(grads, gathered), by_row.order, by_row.offsets, [0, 0])
 
     @property
     def views(self) -> tuple[Tensor, list[Tensor]]:
@@ -191,14 +230,34 @@ class PulledGradients(_Pulled):
 
     def parts(self, grad_key, grad_value, grads, came: list[Tensor]) -> tuple[list, list]:
         """Of what dK and dV are the sums, with what came from the peers."""
-        shares = self._exchange.sums[1]
+        shares = self._exchange.sums.counts
         keys, values = [grad_key] * shares[self._rank], [grad_value] * shares[self._rank]
-        widths = [grad.size(0) * grad.size(1) * grad.size(3) for grad in grads]
         for taker, rows in sorted(zip(self._peers, came, strict=True), key=lambda pair: pair[0]):
-            views = [
-                x.view(x.size(0), *grad.shape[:2], dim).permute(1, 2, 0, 3)
-                for x, grad, dim in zip(rows.split(widths, 1), grads, self._room.dims, strict=True)
-            ]
-            keys += [views[0]] * shares[taker]
-            values += [views[1]] * shares[taker]
+            key, value = (x.permute(1, 2, 0, 3) for x in self._columns(rows, grads))
+            keys += [key] * shares[taker]
+            values += [value] * shares[taker]
         return keys, values
+
+    # -- The same row by row (:class:`~cp_dispatch.flex.sums.RowSums`) ------------------------
+
+    def places(self, gathered: Tensor) -> list[Tensor]:
+        """Where what the peers computed goes."""
+        by_row, there = self._exchange.sums.by_row, self._there[0]
+        pairs = zip(self._peers, there, strict=True)
+        return [by_row.of(taker, gathered, rows.size(0)) for taker, rows in pairs]
+
+    def own_into(self, gathered: Tensor, grad_key: Tensor, grad_value: Tensor) -> Pairs:
+        """Where what this rank computed of its own rows goes, and that."""
+        parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
+        columns = self._columns(gathered, (grad_key, grad_value))
+        return self._exchange.sums.by_row.own_into(columns, parts)
+
+    def rows_of(self, grads, gathered: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """dK and dV, row by row, and of what they are the sums."""
+        return [x.permute(2, 0, 1, 3) for x in grads], self._columns(gathered, grads)
+
+    def _columns(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of dK and dV side by side as ``(rows, B, Hkv, D)`` of each."""
+        shapes = [(x.size(0), x.size(1), x.size(3)) for x in like]
+        parts = rows.split([math.prod(shape) for shape in shapes], 1)
+        return [x.view(x.size(0), *shape) for x, shape in zip(parts, shapes, strict=True)]

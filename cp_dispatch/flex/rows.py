@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +13,8 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
 from cp_dispatch.rows import copy_rows
 
-#: Tensors, or rows by an index, and what is to be written there.
-Pairs = list[tuple["Tensor | Indexed", Tensor]]
+#: Tensors, or rows by an index, and what is to be written there; one of the two may be by an index.
+Pairs = list[tuple["Tensor | Indexed", "Tensor | Indexed"]]
 
 # With more runs than this rows are copied by an index.
 _MAX_RUNS = 4
@@ -25,10 +27,6 @@ class Selector:
         self._spans = spans
         self._index = span_indices(spans).to(device) if len(spans) > _MAX_RUNS else None
 
-    @property
-    def is_sliced(self) -> bool:
-        return self._index is None
-
     def take(self, rows: Tensor) -> Tensor:
         if self._index is not None:
             return rows.index_select(0, self._index)
@@ -40,7 +38,7 @@ class Selector:
     def taken_into(self, into: Tensor, rows: Tensor) -> Pairs:
         """Where the chosen rows go in ``into``, for :func:`copy_all`."""
         if self._index is not None:
-            return [(into, rows.index_select(0, self._index))]
+            return [(into, Indexed(rows, self._index))]
         pairs, at = [], 0
         for start, length in self._spans:
             pairs.append((into[at : at + length], rows[start : start + length]))
@@ -58,29 +56,58 @@ class Selector:
             at += length
 
 
+@dataclass(frozen=True)
 class Indexed:
     """Rows by an index in which none occurs twice."""
 
-    def __init__(self, rows: Tensor, index: Tensor):
-        self._rows, self._index = rows, index
+    rows: Tensor
+    index: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    def taken(self) -> Tensor:
+        return self.rows.index_select(0, self.index)
 
     def copy_(self, values: Tensor) -> None:
-        self._rows.index_copy_(0, self._index, values.to(self._rows.dtype))
+        self.rows.index_copy_(0, self.index, values.to(self.dtype))
 
     def add_(self, values: Tensor) -> None:
-        self._rows.index_add_(0, self._index, values.to(self._rows.dtype))
+        self.rows.index_add_(0, self.index, values.to(self.dtype))
+
+
+class Copies(NamedTuple):
+    """Pairs that :func:`~cp_dispatch.rows.copy_rows` takes at a time; the index, if there is one,
+    is that of the targets (``scatter``) or of the sources."""
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+    index: Tensor | None
+    scatter: bool
+
+
+def copies(pairs: Pairs) -> list[Copies]:
+    """What is to be written, in as few launches as memory allows."""
+    found: dict[tuple, Copies] = {}
+    for target, source in pairs:
+        scatter, gather = isinstance(target, Indexed), isinstance(source, Indexed)
+        if (source if scatter else target).numel() == 0:
+            continue
+        if target.dtype is not source.dtype:
+            source = (source.taken() if gather else source).to(target.dtype)
+            gather = False
+        index = target.index if scatter else source.index if gather else None
+        made = found.setdefault((id(index), scatter), Copies([], [], index, scatter))
+        made.targets.append(target.rows if scatter else target)
+        made.sources.append(source.rows if gather else source)
+    return list(found.values())
 
 
 def copy_all(pairs: Pairs) -> None:
-    """Write every second tensor to its place, in one launch where memory allows it."""
-    pairs = [(target, source) for target, source in pairs if source.numel()]
-    plain = [(a, b) for a, b in pairs if isinstance(a, Tensor) and a.dtype is b.dtype]
-    if plain:
-        targets, sources = map(list, zip(*plain, strict=True))
-        copy_rows(targets, sources, None, [0] * len(plain), False)
-    for target, source in pairs:
-        if not isinstance(target, Tensor) or target.dtype is not source.dtype:
-            target.copy_(source)
+    """Write every second of a pair to its first."""
+    for targets, sources, index, scatter in copies(pairs):
+        copy_rows(targets, sources, index, [0] * len(targets), scatter)
 
 
 def pack_rows(tensors: Sequence[Tensor], lanes: int) -> Tensor:

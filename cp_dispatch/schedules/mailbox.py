@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
-from cp_dispatch._compat import symmetric_memory
+from cp_dispatch._compat import current_raw_stream, symmetric_memory
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
 
 T = TypeVar("T")
@@ -43,11 +43,11 @@ for _schema in (
     "raise_flags(Tensor here, int[] flags, int stream) -> ()",
     # If the side waits, after what the current stream has queued: put 1 in flags, wait until each
     # of the next is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1
-    # in flags and take others.
+    # in flags and take others. If asked for, let the current stream wait for all that.
     "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
-    " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits) -> ()",
-    # The same with rows of sources (B, S, ...); for each copy what :meth:`Mailbox.move` gives. If
-    # asked for, let the current stream wait for all that.
+    " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits,"
+    " bool then_wait=False) -> ()",
+    # The same with rows of sources (B, S, ...); for each copy what :meth:`Mailbox.move` gives.
     "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
     " int[] raise_then, int[] take_last, int stream, bool side_waits, bool then_wait=False) -> ()",
     # Let the stream wait for the current one, or the other way round.
@@ -90,6 +90,8 @@ class Mailbox:
         self._here = [[starts[self._rank] + 4 * (kind * len(ranks) + rank) for rank in ranks]
                       for kind in (_FREE, _FULL)]  # fmt: skip
         self.is_in_a_graph = False
+        # Whether the default stream has waited for all that was queued here.
+        self._is_quiet = False
         #: Whether :func:`mailbox` gives this one: no larger one took its place, nobody freed it.
         self.is_current = True
         # Of all peers, as most calls take them.
@@ -119,6 +121,7 @@ class Mailbox:
         """Tell the peers (all, or those given) that they may write here."""
         if torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
+        self._is_quiet = False
         flags = self._there[_FREE]
         _raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
@@ -138,6 +141,7 @@ class Mailbox:
         """
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
+        self._is_quiet = False
         _push_slabs(
             targets, sources, self._own, (), _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
@@ -170,12 +174,14 @@ class Mailbox:
         raise_first = there[_FREE] if opens else ()
         if opens_too is not None:
             raise_first = [*raise_first, *opens_too._all[0][_FREE]]
+            opens_too._is_quiet = False
         _push_rows(
             sources, self._own, moves, raise_first, here[_FREE] if first else (),
             there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
             not ready_at_open, then_wait,
         )  # fmt: skip
         self._reading = None if then_wait else sources
+        self._is_quiet = then_wait and on_default_stream(self.device)
 
     def pull(
         self,
@@ -184,24 +190,27 @@ class Mailbox:
         first: bool,
         last: bool,
         opens: bool = False,
+        then_wait: bool = False,
     ) -> None:
         """Start copying from rooms of peers, who have called :meth:`open` when they are full: the
         flags the other way round, "free" that a room can be read and "full" that it was. The first
         of several pulls waits for all peers' rooms, the last one until they have read this one.
-        ``opens``: the call is :meth:`open` too."""
+        ``opens``: the call is :meth:`open` too, ``then_wait``: and :meth:`wait`."""
         there, here = self._all
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         _push_slabs(
             targets, sources, self._own, there[_FREE] if opens else (),
             here[_FREE] if first else (), there[_FULL] if last else (),
-            here[_FULL] if last else (), self._stream, opens,
+            here[_FULL] if last else (), self._stream, opens, then_wait,
         )  # fmt: skip
+        self._is_quiet = then_wait and on_default_stream(self.device)
 
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
         _join_streams(self._own, self._stream, False)
         self._reading = None
+        self._is_quiet = on_default_stream(self.device)
 
     def wait_for_readers(self) -> None:
         """Let the current stream wait until nobody reads what was offered here before.
@@ -209,6 +218,8 @@ class Mailbox:
         Where a CUDA graph's capture has put nothing on the box's stream yet, that was before the
         graph, or in its last replay, which ends after it; and a capture may not wait for it.
         """
+        if self._is_quiet and on_default_stream(self.device):
+            return
         if torch.cuda.is_current_stream_capturing():
             with torch.cuda.stream(self._side):
                 if not torch.cuda.is_current_stream_capturing():
@@ -225,6 +236,11 @@ class Mailbox:
 
 
 _FREE, _FULL = 0, 1
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """Whether the current stream is CUDA's own, which nobody destroys or captures."""
+    return current_raw_stream(device) == 0
 
 
 def _of(flags: list[int], ranks: Sequence[int]) -> list[int]:

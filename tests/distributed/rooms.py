@@ -94,7 +94,7 @@ class Box:
         self._raise("full", peers)
         self._take("full", coming)
 
-    def pull(self, targets, sources, first, last, opens=False) -> None:
+    def pull(self, targets, sources, first, last, opens=False, then_wait=False) -> None:
         if opens:
             self.open()
         if first:

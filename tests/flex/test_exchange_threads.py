@@ -13,13 +13,21 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex import exchange, hops
 from cp_dispatch.flex.cut import dense, unpack
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.mask_job import MaskJob
-from cp_dispatch.flex.needs import everything, moves, needs_of, pays_to_gather, rows_sent
+from cp_dispatch.flex.needs import (
+    everything,
+    most_runs,
+    moves,
+    needs_of,
+    packs,
+    pays_to_gather,
+    rows_sent,
+)
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
@@ -144,7 +152,7 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
 def listed_blocks(arguments) -> torch.Tensor:
     """``(B or 1, key blocks)``: those that some row and head of the rank's mask computes."""
     job = MaskJob(*arguments)
-    own = unpack(OPS.flex_cut(*arguments, -1), job.packed_shapes(-1))
+    own = unpack(OPS.flex_cut(*arguments, -1, False), job.packed_shapes(-1))
     columns = int(job.columns)
     table = dense(own.kv_num, own.kv_indices, columns)
     if own.full_kv_num is not None:
@@ -162,24 +170,29 @@ def causal(b, h, q, k):
     return q >= k
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 90), ranks=st.integers(2, 4), seed=st.integers(0, 20),
-    density=st.sampled_from([0.0, 0.1, 0.6, 1.0]), kind=st.sampled_from(["", "head", "rows"]),
-    whole=st.booleans(), by_rooms=st.booleans(),
+    density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
+    kind=st.sampled_from(["", "head", "rows", "blocks"]), whole=st.booleans(),
+    by_rooms=st.booleans(),
 )  # fmt: skip
 def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms):
-    stripes = torch.rand(B, 1, 12, 12, generator=torch.Generator().manual_seed(seed)) < density
-    mask = create_block_mask(
-        lambda b, h, q, k: stripes[b, 0, q // 8, k // 8], B, None, length, length, "cpu",
-        BLOCK_SIZE=8,
-    )  # fmt: skip
     layout = ""
     if kind == "head":
         layout = HeadTail(length, ranks).text
     elif kind == "rows" and length > 1:
         documents = [[1, length - 1], [length - 1, 1]]
         layout = PerDocumentHeadTail(documents, ranks).text
+    elif kind == "blocks":
+        length = -(-length // ranks) * ranks
+        work = [1 + (seed + i) ** 2 % 13 for i in range(length)]
+        layout = BlockBalanced(work, ranks, block_size=1).text
+    stripes = torch.rand(B, 1, 12, 12, generator=torch.Generator().manual_seed(seed)) < density
+    mask = create_block_mask(
+        lambda b, h, q, k: stripes[b, 0, q // 8, k // 8], B, None, length, length, "cpu",
+        BLOCK_SIZE=8,
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         rooms = Rooms(patch) if by_rooms else None
         run_ops(mask, length, ranks, layout, whole, rooms)
@@ -408,3 +421,15 @@ def test_a_mask_of_other_contents_is_looked_at_anew(ranks, monkeypatch):
         old.copy_(new)
     run_ops(near, length, ranks)
     assert counter.of(0) > 0
+
+
+def test_rows_that_lie_side_by_side_come_in_one_copy():
+    """Scattered among all positions, but not in their owner's shard."""
+    laid = BlockBalanced([1 + i * i % 13 for i in range(32)], 2, block_size=2).text
+    owned = ownership(64, (2,), laid)
+    table = moves(everything(owned, owned), owned)
+    assert [len(table[0][1].pieces), len(table[0][1].shard)] == [12, 1]
+    assert packs(table, 1) and most_runs(table, True) == 1 and most_runs(table, False) == 12
+    owned = ownership(64, (2,), HeadTail(64, 2).text)
+    table = moves(everything(owned, owned), owned)
+    assert not packs(table, 1) and most_runs(table, True) == most_runs(table, False) == 2

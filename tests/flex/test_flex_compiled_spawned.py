@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import BlockBalanced, HeadTail
 from cp_dispatch.flex import flight, plain
 from cp_dispatch.flex import local as flex_local
 from cp_dispatch.flex.cut import FULL, PARTIAL, lists
@@ -62,6 +62,13 @@ CUT, BRING, BACK, ORDER, LISTED = (
 )
 
 
+def blocks(length: int, ranks: int) -> BlockBalanced:
+    """So many runs of rows that the mods read positions from a table."""
+    layout = BlockBalanced([1 + i * i % 13 for i in range(length // 4)], ranks, block_size=4)
+    assert all(len(layout.spans(rank)[0]) > 4 for rank in range(ranks))
+    return layout
+
+
 def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> None:
     """As exact as one device; keys come once each way, and a second call compiles nothing."""
     torch._dynamo.reset()
@@ -74,7 +81,7 @@ def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> N
     attend = torch.compile(function, fullgraph=True, backend=graphs)
     with gradients_on_cpu():
         single = one_device(problem)  # and torch has warned once about all that it warns about
-    layout = HeadTail(problem.length, env.world_size) if layout else None
+    layout = layout and layout(problem.length, env.world_size)
     with gradients_on_cpu(), cp_dispatch.enabled(layout=layout):
         for again in (False, True):
             with torch._dynamo.config.patch(error_on_recompile=again):
@@ -264,19 +271,23 @@ def inductor(env: Env, problem=None) -> None:
         # Its kernels go by the lists themselves: none of this is in their graphs.
         patch.setattr(flex_local, "Listed", None)
         _inductor(env, problem or FlexProblem("documents", 250, block=64))
+        if problem is None:
+            layout = blocks(256, env.world_size)
+            _inductor(env, FlexProblem("documents", 256, block=64), layout)
 
 
-def _inductor(env: Env, problem) -> None:
+def _inductor(env: Env, problem, layout=None) -> None:
     mods = problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
-    inputs = [distribute(x, env.mesh(), [Shard(2)]) for x in problem.tensors()[:3]]
+    order = torch.arange(problem.length) if layout is None else layout.indices[0]
+    inputs = [distribute(x[:, :, order], env.mesh(), [Shard(2)]) for x in problem.tensors()[:3]]
     with gradients_on_cpu():
         single = one_device(problem)
     for _ in range(2):
         torch._dynamo.reset()
-        with torch.no_grad(), cp_dispatch.enabled():
+        with torch.no_grad(), cp_dispatch.enabled(layout=layout):
             attend = torch.compile(flex_attention, fullgraph=True)
-            got = attend(*inputs, block_mask=mask).full_tensor()
+            got = attend(*inputs, block_mask=mask).full_tensor()[:, :, order.argsort()]
         check({"output": got}, {"output": exact(problem)["output"]}, single)
 
 
@@ -395,7 +406,12 @@ def plain_by_inductor(env: Env) -> None:
 CASES = {
     "causal": functools.partial(alone, problem=FlexProblem("causal", 256, block=32)),
     "bias": functools.partial(alone, problem=FlexProblem("relative bias", 127)),
-    "layout": functools.partial(alone, problem=FlexProblem("window", 200, block=64), layout=True),
+    "layout": functools.partial(
+        alone, problem=FlexProblem("window", 200, block=64), layout=HeadTail
+    ),
+    "blocks": functools.partial(
+        alone, problem=FlexProblem("documents", 256, block=32), layout=blocks
+    ),
     "in a function": functools.partial(
         alone, problem=FlexProblem("documents", 192), compile_what="function"
     ),

@@ -14,6 +14,7 @@ from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.ops import SCHEMAS
 from cp_dispatch.groups import ring_group_name
+from cp_dispatch.layouts import from_text
 from tests.distributed.threads import run_threads
 
 OPS = torch.ops.cp_dispatch
@@ -43,10 +44,15 @@ def keys(length: int):
 @pytest.mark.parametrize("layout", ["", HeadTail(37, 2).text,
                                     PerDocumentHeadTail([[7, 30], [30, 7]], 2).text])  # fmt: skip
 def test_cut(layout, rank, full):
+    own = arguments(37, full, layout, rank, 2)
     for hop in (-1,) if "Document" in layout else (-1, 0, 1):
-        torch.library.opcheck(
-            OPS.flex_cut.default, (*arguments(37, full, layout, rank, 2), hop), test_utils=CHECKS
-        )
+        torch.library.opcheck(OPS.flex_cut.default, (*own, hop, False), test_utils=CHECKS)
+    if layout:
+        torch.library.opcheck(OPS.flex_cut.default, (*own, -1, True), test_utils=CHECKS)
+        lists, both = OPS.flex_cut(*own, -1, False), OPS.flex_cut(*own, -1, True)
+        rows = from_text(layout).shard_lengths[rank]
+        order = OPS.flex_order(torch.ones(1), layout, rank, [0, 2, 0, 1], rows)
+        assert torch.equal(both, torch.cat([lists, order.flatten()]))
 
 
 @pytest.mark.parametrize("full", [True, False])

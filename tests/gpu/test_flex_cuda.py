@@ -58,6 +58,11 @@ def judge(env: Env, problem: FlexProblem, mesh=None, layout=None, schedule="auto
         check(got, exact(problem, env.device), one_device(problem, env.device, compiled()))
 
 
+def many_runs(length: int, ranks: int) -> BlockBalanced:
+    """Rows of a rank all over the place, as where blocks of documents were dealt out."""
+    return BlockBalanced([1 + i * i % 13 for i in range(length // 32)], ranks, block_size=32)
+
+
 def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
     length, ranks = problem.length, env.world_size
     third = length // 3
@@ -69,6 +74,7 @@ def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
             [[third + i, length - third - i] for i in range(problem.batch)], ranks
         ),
         "blocks": lambda: BlockBalanced(problem.block_mask(mods, env.device), ranks),
+        "many runs": lambda: many_runs(length, ranks),
     }[kind]()
     judge(env, problem, layout=layout, **how)
 
@@ -320,7 +326,7 @@ def groups_like_one(env: Env, nccl: bool) -> None:
             assert torch.equal(a, b), f"{name}: {(a - b).abs().max()}"
 
 
-def captured(env: Env, layout: bool) -> None:
+def captured(env: Env, layout=None) -> None:
     """``torch.cuda.graph`` of two layers, forward and backward, replayed with new data while ranks
     come late; against eager."""
     torch._dynamo.reset()
@@ -343,7 +349,7 @@ def captured(env: Env, layout: bool) -> None:
         out = attend(out, *leaves[1:], block_mask=mask, enable_gqa=True)
         return [x.to_local() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
-    with cp_dispatch.enabled(layout=HeadTail(length, ranks) if layout else None):
+    with cp_dispatch.enabled(layout=layout and layout(length, ranks)):
         warm = torch.cuda.Stream()
         warm.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(warm):
@@ -403,6 +409,9 @@ for _kind in ("head-tail", "documents"):
     for _length in (384, 5000):
         _case(f"layout {_kind} {_length}", laid_out, kind=_kind,
               problem=FlexProblem("relative bias", _length, dim=64, dtype=BF16))  # fmt: skip
+for _kind in ("documents", "relative bias"):
+    _case(f"many runs, {_kind}", laid_out, kind="many runs",
+          problem=FlexProblem(_kind, 2048, heads=4, key_heads=2, dim=64, dtype=BF16))  # fmt: skip
 for _block in (256, (256, 128)):
     _case(f"blocks of {_block}", judge,
           problem=FlexProblem("documents", 3000, dim=64, block=_block, dtype=BF16))  # fmt: skip
@@ -420,8 +429,9 @@ _case("keys on every rank", judge, problem=FlexProblem("window", 2048, dim=64),
 _case("own rows", own_rows, problem=FlexProblem("documents", 2048, dim=64), layout=False)
 _case("own rows in a layout", own_rows, problem=FlexProblem("causal", 2048, dim=64), layout=True)
 _case("documents of other lengths", documents_of_other_lengths)
-_case("captured", captured, layout=False)
-_case("captured in a layout", captured, layout=True)
+_case("captured", captured)
+_case("captured in a layout", captured, layout=HeadTail)
+_case("captured, many runs", captured, layout=many_runs)
 _case("model", model_in_one_graph)
 _case("auxiliary outputs", auxiliary)
 _case("uncompiled", uncompiled)

@@ -52,3 +52,40 @@ def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
         log.clear()
         made(2**22, log, current, side)  # who reads or writes the old one is done before it goes
         assert log == ["current", "side", *meeting, "made", *meeting]
+
+
+def test_the_default_stream_waits_for_readers_once(monkeypatch):
+    """After a pull that it has waited for nobody reads, until something is queued; any other stream
+    waits again, for nothing tells whether it came after that one."""
+    log: list[str] = []
+    box = object.__new__(mailbox.Mailbox)
+    box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
+    box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
+    box._side, box.is_in_a_graph, current = mock.Mock(), False, 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
+    for name in ("_raise_flags", "_push_slabs", "_push_rows", "_join_streams"):
+        monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
+
+    def waits() -> bool:
+        log.clear()
+        box.wait_for_readers()
+        return log == ["_join_streams"]
+
+    queue = [
+        lambda: box.open(),
+        lambda: box.pull([], [], True, True),
+        lambda: box.push([], []),
+        lambda: box.push_rows([], []),
+    ]
+    assert waits(), "nothing is known yet"
+    for something in queue:
+        something()
+        assert waits() and not waits()
+        something()
+        box.wait()
+        assert not waits()
+        current = 7
+        assert waits() and waits()
+        current = 0
+        assert waits() and not waits(), "what another stream waited for is not the default's"

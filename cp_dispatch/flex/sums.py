@@ -1,0 +1,84 @@
+"""Of what the gradients of one rank's keys are the sums.
+
+A rank's rows were computed by itself and by takers, run by run. Where runs begin and end in few
+places, they are added where they lie, with a launch for each stretch of rows that the same ranks
+share (:mod:`cp_dispatch.parts`). Orders of scattered blocks have so many stretches that launches
+take the host longer than it takes a GPU to copy the rank's own rows beside those of others; then
+all are summed row by row in one launch, in the same order and rounded as often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_dispatch.flex.needs import Move
+from cp_dispatch.flex.rows import Pairs, Selector
+from cp_dispatch.permute import span_indices
+
+#: With more stretches, or runs, than this they are summed row by row.
+MOST_STRETCHES, MOST_RUNS = 8, 32
+
+
+class Sums:
+    """What the rank and its takers ``moved``, of so many rows; a single lane.
+
+    Takers come in ascending order, after the rank itself.
+    """
+
+    def __init__(self, moved: Sequence[Move], rank: int, rows: int, device: torch.device):
+        takers = [moved[rank], *(move for move in moved if move.taker != rank)]
+        places: list[tuple[int, int, int]] = []
+        for move in takers:
+            at = 0
+            for start, place, count in move.pieces:
+                places.append((start, count, place if move.taker == rank else at))
+                at += count
+        #: For each run of rows its place in the shard, its length and its own place, for
+        #: :func:`~cp_dispatch.parts.add_up`: the rank's own lie among all positions, those of a
+        #: taker one after the other in ascending order.
+        self.places = tuple(places)
+        #: How many runs there are of each taker.
+        self.counts = {move.taker: len(move.pieces) for move in takers}
+        edges = {0, rows}.union(*((start, start + count) for start, count, _ in self.places))
+        #: Where they are summed row by row.
+        self.by_row: RowSums | None = None
+        if len(edges) > MOST_STRETCHES + 1 or len(self.places) > MOST_RUNS:
+            self.by_row = RowSums(takers, rows, device)
+
+
+class RowSums:
+    """Sums of one tensor that has the rank's own rows, then those of one taker after the other."""
+
+    def __init__(self, takers: Sequence[Move], rows: int, device: torch.device):
+        own, *others = takers
+        self._own, self._own_rows = Selector(own.places, device), own.rows
+        self._starts: dict[int, int] = {}
+        self.rows = own.rows
+        for move in others:
+            self._starts[move.taker] = self.rows
+            self.rows += move.rows
+        into = [span_indices(move.shard) for move in takers]
+        counts = torch.bincount(torch.cat(into), minlength=rows)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        # As a stable sort of all rows, in less time.
+        order, free, at = into[0].new_empty(self.rows), offsets[:-1].clone(), 0
+        for index in into:
+            places = free[index]
+            order[places] = torch.arange(at, at + index.numel(), device="cpu")
+            free[index] = places + 1
+            at += index.numel()
+        self.order, self.offsets = order.to(device), offsets.to(device)
+
+    def of(self, taker: int, gathered: Tensor, count: int) -> Tensor:
+        """The place of a taker's rows in the tensor."""
+        return gathered.narrow(0, self._starts[taker], count)
+
+    def own_into(self, gathered: Sequence[Tensor], parts: Sequence[Tensor]) -> Pairs:
+        """Where this rank's own rows of ``parts`` (positions, ...) go in columns of the tensor."""
+        pairs: Pairs = []
+        for into, part in zip(gathered, parts, strict=True):
+            pairs += self._own.taken_into(into[: self._own_rows], part)
+        return pairs
