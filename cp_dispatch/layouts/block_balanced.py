@@ -153,7 +153,7 @@ class BlockBalanced(Balancer):
 def _deal(work: Sequence[float], world_size: int, base: Sequence[float], near: bool):
     """Blocks of each rank, and the ranks' work with what they had before."""
     if near:
-        owned = _deal_near(work, world_size, base)
+        owned = _deal_near(work, world_size, tuple(base))
     else:
         greedy = _even_out(_sorted_greedy(work, world_size, base), work, base)
         spans = head_tail(Span(0, len(work)), [len(work) // world_size] * world_size)
@@ -168,7 +168,9 @@ def _loads(owned: Sequence[Sequence[int]], work: Sequence[float], base: Sequence
     ]
 
 
-def _deal_near(work: Sequence[float], world_size: int, base: Sequence[float]):
+# Once for a balancer and those that ops read from its text.
+@functools.lru_cache(maxsize=32)
+def _deal_near(work: tuple[float, ...], world_size: int, base: tuple[float, ...]):
     """Natural order where that is balanced, else what has the fewest keys travel."""
     each = len(work) // world_size
     mean = (sum(base) + sum(work)) / world_size
