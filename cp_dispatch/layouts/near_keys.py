@@ -27,6 +27,8 @@ class NearKeys:
     def __init__(self, work: Sequence[float]):
         unit, counted = _key_block(work)
         blocks = range(len(work))
+        #: What a key block adds to the work of a query block.
+        self.unit = unit
         # Where pairs are counted and not blocks, a document's last rows may be few in a block.
         shared: set[int] = set()
         for i in blocks[1:]:
