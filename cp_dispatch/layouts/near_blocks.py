@@ -29,31 +29,26 @@ _ORDERS = 24
 _PAIR_ORDERS, _PAIR_WINDOWS, _PAIRS = 8, 2, 96
 # The share of a rank's blocks that may travel without a further search.
 _LITTLE = 1 / 32
-# What a key block costs that travels, in work of a query block with a key block: 0.5 MiB and 0.27
-# GFLOP with 8 key and 32 query heads of 128 in bfloat16, nothing of which overlaps.
-_TRAVEL = 3
 
 
 def near_blocks(
     work: Sequence[float], keys: NearKeys, wanted: Sequence[float], room: float
-) -> list[Runs]:
-    """Runs of blocks for each rank, as many blocks for all.
+) -> list[list[Runs]]:
+    """Proposals of what runs of blocks each rank owns, as many blocks for all.
 
     Args:
         wanted: work for each rank, which add up to that of all blocks.
         room: how much more a rank may have; some may still have more.
     """
     found = []
-    for part in (1 / 2, 1):  # the balance is worth more than keys where they are few
+    for part in (1 / 2, 1):
         search = _Search(work, keys, wanted, room * part)
         search.halve(keys.documents, range(len(wanted)), 1)
         moved = search.improve()
-        over = search.over()
-        price = max(over, room), over + _TRAVEL * keys.unit * moved
-        found.append((price, search.owned))
-        if moved <= search.each * 2 * _LITTLE:
+        found.append(search.owned)
+        if moved <= search.each * 2 * _LITTLE:  # more room would save next to nothing
             break
-    return min(found, key=lambda pair: pair[0])[1]
+    return found
 
 
 class _Search:
@@ -83,13 +78,6 @@ class _Search:
         inside, outside = self.cut(order, start, len(some) * self.each)
         self.halve(inside, some, level + 1)
         self.halve(outside, others, level + 1)
-
-    def over(self) -> float:
-        """How much more than it wants a rank has at most."""
-        return max(
-            sum(sum(self.work[start:stop]) for start, stop in runs) - wanted
-            for runs, wanted in zip(self.owned, self.wanted, strict=True)
-        )
 
     def improve(self) -> int:
         """Let the rank that moves most share its blocks anew with others, the idlest first.
