@@ -127,32 +127,6 @@ def test_blocks():
     assert owners(BlockBalanced([4, 2, 2, 2, 1, 1], 2, 1)) == "011100"
 
 
-def test_blocks_near_home():
-    """One swap does."""
-    balancer = BlockBalanced([1, 1, 2, 2], 2, 1, near=True)
-    assert [*map(balancer.work, range(2))] == [3, 3]
-    assert sum(a != b for a, b in zip(owners(balancer), "0011", strict=True)) == 2
-    assert owners(BlockBalanced([2, 1, 1, 2], 2, 1, near=True)) == "0011", "nothing to swap"
-    assert balancer.text == '["BlockBalanced",[[1,1,2,2]],2,1,true]'
-    assert balancer != BlockBalanced([1, 1, 2, 2], 2, 1)
-
-
-def test_blocks_near_home_of_document_mixes():
-    """Within 1% like this, and most blocks stay where natural order has them."""
-    rng = random.Random(0)
-    for world_size in (2, 4, 8):
-        for _ in range(20):
-            lengths = random_documents(rng, 256 * 128 * world_size)
-            blocks = BlockBalanced.from_documents(lengths, world_size)
-            near = BlockBalanced(blocks.block_work, world_size, 128, near=True)
-            assert near.imbalance() <= 1.01
-            stayed = [
-                sum(256 * rank <= block < 256 * (rank + 1) for block in near.owned_blocks(rank)[0])
-                for rank in range(world_size)
-            ]
-            assert sum(stayed) >= 256 * world_size / 2
-
-
 def test_blocks_of_several_rows_even_each_other_out():
     balancer = BlockBalanced([[3, 1], [1, 3], [2, 2]], 2, 4)
     assert balancer.work(0) == balancer.work(1) == 6

@@ -1,0 +1,121 @@
+"""Which keys a block of queries needs, as far as work tells, and what has to travel for them.
+
+Under a causal mask of documents or windows a block with the work of n key blocks needs itself and
+the n - 1 before it. A document begins where work falls, or rises by more than a key block. Where a
+block has more work than its document has blocks before it, as when a document's rows attend all of
+it, the keys behind it are meant too. Other masks make this a wrong guess, which costs traffic and
+nothing else: who needs what is read from the mask itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+# Twice the pairs of a document's first block of rows, in pairs of such a block with one of keys.
+_FIRST_PAIRS = 1.05
+
+#: Runs of blocks [start, stop).
+Runs = tuple[tuple[int, int], ...]
+
+
+class NearKeys:
+    """The guess for one sequence: block i needs the blocks ``first[i]`` to ``last[i]``."""
+
+    def __init__(self, work: Sequence[float]):
+        unit, counted = _key_block(work)
+        blocks = range(len(work))
+        #: What a key block adds to the work of a query block.
+        self.unit = unit
+        # Where pairs are counted and not blocks, a document's last rows may be few in a block.
+        shared: set[int] = set()
+        for i in blocks[1:]:
+            falls = not counted and work[i] < work[i - 1] and i - 1 not in shared
+            if falls and 2 * work[i] > _FIRST_PAIRS * unit:
+                shared.add(i)
+        edges = {i for i in blocks[1:] if not 0 <= work[i] - work[i - 1] <= unit}
+        starts = sorted({0, *(i + (i in shared) for i in edges)} - {len(work)})
+        self.documents: Runs = tuple(itertools.pairwise([*starts, len(work)]))
+        self._starts = frozenset(starts)
+        self.first: list[int] = []
+        self.last: list[int] = []
+        for at, (start, stop) in enumerate(self.documents):
+            for block in range(start, stop):
+                count = max(math.ceil(work[block] / unit), 1)
+                # Documents may share a block with their neighbours.
+                low, high = start - 1, stop + 1
+                if count > high - low:  # it is such a block, with rows that attend whole documents
+                    low = self.documents[max(at - 1, 0)][0] - 1
+                    high = self.documents[min(at + 1, len(self.documents) - 1)][1] + 1
+                first = max(block - count + 1, low, 0)
+                if block in shared:
+                    first = min(first, self.first[-1])
+                self.first.append(first)
+                self.last.append(max(block, min(first + count, high, len(work)) - 1))
+        reach = [0, *itertools.accumulate(self.last, max)]
+        #: Keys that travel where block i and the one before it go to different ranks.
+        self.cut = [i - self.first[i] + max(reach[i] - i + 1, 0) if i else 0 for i in blocks]
+
+    def join(self, runs: Iterable[tuple[int, int]]) -> Runs:
+        """Ascending, and those that touch within a document as one."""
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(runs):
+            if joined and joined[-1][1] == start and start not in self._starts:
+                joined[-1] = joined[-1][0], stop
+            else:
+                joined.append((start, stop))
+        return tuple(joined)
+
+    def sets(self, runs: Runs) -> tuple[int, int]:
+        """The blocks of runs and those that they need, as bits."""
+        own = need = 0
+        for start, stop in runs:
+            own |= (1 << stop) - (1 << start)
+            # Every block needs itself, so what a run needs has no gaps.
+            need |= (2 << max(self.last[start:stop])) - (1 << min(self.first[start:stop]))
+        return own, need
+
+
+class Traffic:
+    """How many key blocks ranks send and get, if they own these runs of blocks."""
+
+    def __init__(self, keys: NearKeys, owned: Sequence[Runs]):
+        self._keys = keys
+        own, need = zip(*map(keys.sets, owned), strict=True)
+        self._own, self._need = list(own), list(need)
+        ranks = range(len(owned))
+        self._moves = [[self._count(taker, owner) for owner in ranks] for taker in ranks]
+        self.got = [sum(row) for row in self._moves]
+        self.sent = [sum(column) for column in zip(*self._moves, strict=True)]
+
+    @property
+    def price(self) -> tuple[int, int]:
+        """The most that a rank sends or gets, and what all of them get."""
+        return max(*self.got, *self.sent), sum(self.got)
+
+    def give(self, owned: dict[int, Runs]) -> None:
+        """Let ranks own other runs from now on."""
+        for rank, runs in owned.items():
+            self._own[rank], self._need[rank] = self._keys.sets(runs)
+        for taker, row in enumerate(self._moves):
+            for owner in range(len(row)) if taker in owned else owned:
+                more = self._count(taker, owner) - row[owner]
+                row[owner] += more
+                self.got[taker] += more
+                self.sent[owner] += more
+
+    def _count(self, taker: int, owner: int) -> int:
+        return (self._need[taker] & self._own[owner]).bit_count() if taker != owner else 0
+
+
+def _key_block(work: Sequence[float]) -> tuple[float, bool]:
+    """What a key block adds to the work of a query block, and whether work counts such blocks."""
+    if all(isinstance(x, int) for x in work):
+        common = math.gcd(*work)
+        if max(work) <= common * len(work):  # perhaps those of several heads
+            return common or 1, True
+    rises = Counter(b - a for a, b in itertools.pairwise(work) if b > a)
+    # Within causal documents each block has a key block more than the one before it.
+    return max(rises, key=lambda rise: (rises[rise], -rise), default=max(work) or 1), False
