@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, packs, pays_to_gather
+from cp_dispatch.flex.offered import Offered
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.flex.rows import Pairs, Selector, copy_all, pack_rows, split_rows
 from cp_dispatch.flex.sums import Sums
@@ -51,6 +52,9 @@ class Exchange:
             max(table[owner][(owner + distance) % len(ranks)].rows for owner in ranks)
             for distance in ranks
         ]
+        #: What each owner puts down where others read it; a single lane.
+        self.offered = [Offered(move for move in table[o] if move.taker != o) for o in ranks]
+        self._offer = Selector(self.offered[rank].spans, device)
         self.gathers = pays_to_gather(needs, keys)
         self._in_place = keys.lanes == 1 and not keys.layout
         # What it needs of others, owner after owner, and of what the sums of its own rows are made.
@@ -101,6 +105,16 @@ class Exchange:
             pair
             for view, x in zip(views, (key, value), strict=True)
             for pair in self._own.pairs(view.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
+        ]
+
+    def offer(self, rooms: Sequence[Tensor], shards: Sequence[Tensor]) -> Pairs:
+        """Where rows of this rank's ``shards`` (B, H, L, D) go in ``rooms`` (B, H, rows, D)."""
+        if self.keys.lanes > 1:
+            return list(zip(rooms, shards, strict=True))
+        return [
+            pair
+            for room, x in zip(rooms, shards, strict=True)
+            for pair in self._offer.taken_into(room.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3))
         ]
 
     def unpacked(self, packed: Tensor, buffer: Tensor) -> Pairs:

@@ -27,6 +27,9 @@ from cp_dispatch.rows import copy_rows, sum_rows
 #: For each exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
 
+#: Bytes of a rank's keys and values whose copy takes longer than the host for a launch more.
+LONG_COPY = 2**26
+
 #: The number of a tensor among those of a call, then size, strides and offset of a view of it.
 View = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
@@ -103,14 +106,16 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     given = [_like(x) for x in (key, value, buffer)]
     packed = carrier.packed(given[2])
     room, way.there, places = carrier.views_for(given[2], packed)
-    pairs = [*zip(room, given, strict=False), *exchange.own_places(*given)]
-    if not _alike(pairs):
+    offered, own = exchange.offer(room, given[:2]), exchange.own_places(*given)
+    if not _alike([*offered, *own]):
         return
     given += [] if packed is None else [packed]
     way.shape, way.packed = tuple(buffer.shape), () if packed is None else tuple(packed.shape)
-    # Rows by an index are a launch of their own, which nobody else waits for.
-    found = _copies(pairs, given)
-    way.first, way.meanwhile = found[:1], found[1:]
+    if key.nbytes + value.nbytes < LONG_COPY:
+        found, first = _copies([*offered, *own], given), max(1, len(copies(offered)))
+        way.first, way.meanwhile = found[:first], found[first:]
+    else:  # own rows, for which nobody else waits, while those of others come
+        way.first, way.meanwhile = _copies(offered, given), _copies(own, given)
     way.last = [] if packed is None else _copies(exchange.unpacked(packed, given[2]), given)
     way.places = _views(places, given)
     _keep(way, exchange, key, value)

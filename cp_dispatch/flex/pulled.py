@@ -35,7 +35,9 @@ MOST_VIEWS = 16
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
     """What brings the keys of all groups; all ranks find the same."""
     if 0 < exchange.most_runs[groups > 1] <= MOST_RUNS:
-        rows = [exchange.keys.lanes * exchange.keys.rows(rank) for rank in range(ring.world_size)]
+        rows = [x.rows for x in exchange.offered]
+        if exchange.keys.lanes > 1:
+            rows = [exchange.keys.lanes * exchange.keys.rows(rank) for rank in range(len(rows))]
         room = _Room(exchange, ring, "flex keys", key, value, groups, max(rows))
         if room.box is not None:
             return PulledKeys(exchange, ring, room, rows, groups)
@@ -109,6 +111,8 @@ class PulledKeys(_Pulled):
             theirs = self._room.rows(owner, group, self._rows[owner])
             move = self._exchange.table[owner][self._rank]
             runs = move.shard if self._packs else [(at, count) for at, _, count in move.pieces]
+            if lanes == 1:
+                runs = [(self._exchange.offered[owner].place(at), count) for at, count in runs]
             there += [theirs[start : start + count] for start, count in runs]
         return split_rows(rows, self._room.dims), there
 
@@ -121,7 +125,7 @@ class PulledKeys(_Pulled):
         return [
             pair
             for own, part in zip(self._own, parts, strict=True)
-            for pair in zip(own, part, strict=True)
+            for pair in self._exchange.offer(own, part)
         ]
 
     def open(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
-from cp_dispatch.flex import exchange, hops
+from cp_dispatch.flex import exchange, hops, prepared
 from cp_dispatch.flex.cut import dense, unpack
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
@@ -175,9 +175,9 @@ def causal(b, h, q, k):
     length=st.integers(1, 90), ranks=st.integers(2, 4), seed=st.integers(0, 20),
     density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     kind=st.sampled_from(["", "head", "rows", "blocks"]), whole=st.booleans(),
-    by_rooms=st.booleans(),
+    by_rooms=st.booleans(), long=st.booleans(),
 )  # fmt: skip
-def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms):
+def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long):
     layout = ""
     if kind == "head":
         layout = HeadTail(length, ranks).text
@@ -195,6 +195,7 @@ def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         rooms = Rooms(patch) if by_rooms else None
+        patch.setattr(prepared, "LONG_COPY", 0 if long else 2**40)
         run_ops(mask, length, ranks, layout, whole, rooms)
         if rooms is not None:
             rooms.assert_all_is_quiet()
@@ -214,6 +215,17 @@ def test_a_window_moves_one_edge(monkeypatch):
         backward = 128 * ROW if rank > 0 else 0
         assert counter.of(rank) == 2 * forward + backward, counter.sent
         assert len(counter.sent[rank]) == 3
+
+
+def test_a_room_holds_what_others_need(monkeypatch):
+    """Of the same window an edge, not the shard."""
+    rooms = Rooms(monkeypatch)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 4096, 4096, "cpu"
+    )
+    run_ops(mask, 4096, 8, rooms=rooms)
+    sizes = {name: size for (_, name, _), size in rooms._sizes.items()}
+    assert sizes == {"flex keys": 128 * ROW, "flex gradients": 128 * ROW}
 
 
 def test_documents_that_ranks_do_not_share_move_nothing(monkeypatch):

@@ -1,0 +1,31 @@
+"""Which rows of its shard an owner of keys puts down for others: those that some other needs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from itertools import accumulate
+
+from cp_dispatch.flex.needs import Move
+from cp_dispatch.layouts import Span
+
+
+class Offered:
+    """The rows of ``moves`` to other ranks, one run after the other in ascending order."""
+
+    def __init__(self, moves: Iterable[Move]):
+        runs: list[list[int]] = []
+        for start, length in sorted(run for move in moves for run in move.shard):
+            if runs and start <= runs[-1][1]:
+                runs[-1][1] = max(runs[-1][1], start + length)
+            else:
+                runs.append([start, start + length])
+        #: Runs in the owner's shard.
+        self.spans = tuple(Span(start, stop - start) for start, stop in runs)
+        self._starts = [span.position for span in self.spans]
+        *self._places, self.rows = accumulate((span.length for span in self.spans), initial=0)
+
+    def place(self, row: int) -> int:
+        """Where a row of the shard lies among those that are offered; it is one of them."""
+        run = bisect.bisect(self._starts, row) - 1
+        return self._places[run] + row - self._starts[run]
