@@ -80,7 +80,7 @@ class _Gather:
         output, logsumexp = result.finish()
         if swap is not None:
             swap.release()
-            HalfSwap(job.ring, (output, logsumexp)).replace()
+            HalfSwap(job.ring, (output, logsumexp), at_once=True).replace()
         return output, logsumexp
 
     def backward(
@@ -155,7 +155,7 @@ class _Gather:
         dq = query_grad.finish()
         if swap is not None:
             swap.release()
-            HalfSwap(job.ring, (dq,)).replace()
+            HalfSwap(job.ring, (dq,), at_once=True).replace()
         return dq, dk, dv, grad_mask
 
 

@@ -109,11 +109,11 @@ class PushedKeys:
         try:
             yield
         finally:  # also after an error, or flags stay raised for the next call to stumble over
-            self._box.push_rows(sources, self._rooms.moves, ready_at_open=True)
+            # What is at home has been queued, and what comes next needs the keys.
+            self._box.push_rows(sources, self._rooms.moves, ready_at_open=True, then_wait=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredKeys.wait`."""
-        self._box.wait()
         return self._rooms.own
 
     def release(self) -> None:

@@ -58,15 +58,15 @@ class Halves:
 
 class HalfSwap:
     """Second halves of tensors ``(B, H, S, ...)`` on their way, alike in all but H and the last dim
-    on all ranks."""
+    on all ranks. ``at_once``: nothing is computed before :meth:`wait`."""
 
-    def __init__(self, ring: Ring, tensors: Sequence[Tensor]):
+    def __init__(self, ring: Ring, tensors: Sequence[Tensor], at_once: bool = False):
         self._ring, self._tensors = ring, tensors
         self._peer = ring.world_size - 1 - ring.rank
         #: The middle one of an odd number of ranks keeps both halves.
         self.is_alone = self._peer == ring.rank
         self._second: list[Tensor] | None = None
-        self._work = None
+        self._work, self._has_waited = None, at_once
         half = tensors[0].size(2) // 2
         sizes = [x.nbytes // 2 for x in tensors]
         self._box = ring.mailbox("halves", sum(map(_aligned, sizes)))
@@ -90,8 +90,9 @@ class HalfSwap:
             found = self._box.views[place] = self._places(sizes)
         moves, self._received = found
         self._box.push_rows(
-            [_rows_first(x) for x in tensors], moves, opens=True, peers=(self._peer,)
-        )
+            [_rows_first(x) for x in tensors], moves, opens=True, peers=(self._peer,),
+            then_wait=at_once,
+        )  # fmt: skip
 
     def _places(self, sizes: list[int]) -> tuple[list[int], list[Tensor]]:
         box, moves, offset = self._box, [], 0
@@ -118,7 +119,7 @@ class HalfSwap:
             if self._work is not None:
                 self._work.wait()
                 self._work = None
-            elif not self.is_alone:
+            elif not self.is_alone and not self._has_waited:
                 self._box.wait()
             half = self._tensors[0].size(2) // 2
             self._second = (
