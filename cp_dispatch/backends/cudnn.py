@@ -33,7 +33,7 @@ class Cudnn(Backend):
         saved = packed_heads.saved_bytes(query, key, value)
         if bias is None and not causal and saved >= packed_heads.LEAST_SAVED:
             rows = grad_output, query, output, logsumexp
-            go, q, out, lse = (packed_heads.packed(x, key.size(1)) for x in rows)
+            go, q, out, lse = packed_heads.packed(rows, key.size(1))
             dq, dk, dv = self._backward(go, q, key, value, out, lse, None, False, scale)
             return packed_heads.unpacked(dq, query.size(1)), dk, dv
         single = _single_pair(query, key)

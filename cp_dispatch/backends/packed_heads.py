@@ -8,9 +8,12 @@ what has the queries' rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from cp_dispatch.merge import token_major
+from cp_dispatch.rows import copy_rows
 
 #: Bytes that packing must save to be worth its copies. On an H100, with 4 query heads for each of 8
 #: key heads of 128 and 7 times as many keys as queries, cuDNN's backward took 6% longer packed with
@@ -28,10 +31,12 @@ def saved_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
     return (key.size(2) - 2 * rows) * row
 
 
-def packed(tensor: Tensor, key_heads: int) -> Tensor:
-    """``(B, H, S, ...)`` as ``(B, Hkv, S * groups, ...)``, in one piece."""
-    groups = tensor.unflatten(1, (key_heads, -1))
-    return groups.transpose(2, 3).flatten(2, 3).contiguous()
+def packed(tensors: Sequence[Tensor], key_heads: int) -> list[Tensor]:
+    """``(B, H, S, ...)`` as ``(B, Hkv, S * groups, ...)``, in one piece each."""
+    rows = [x.unflatten(1, (key_heads, -1)).transpose(2, 3) for x in tensors]
+    found = [x.new_empty(x.shape) for x in rows]
+    copy_rows(found, rows, None, [0] * len(rows), False)
+    return [x.flatten(2, 3) for x in found]
 
 
 def unpacked(tensor: Tensor, heads: int) -> Tensor:
@@ -40,5 +45,5 @@ def unpacked(tensor: Tensor, heads: int) -> Tensor:
     groups = heads // key_heads
     result = token_major(batch, heads, rows // groups, dim, like=tensor)
     rows_first = tensor.unflatten(2, (-1, groups)).transpose(2, 3)
-    result.unflatten(1, (key_heads, groups)).copy_(rows_first)
+    copy_rows([result.unflatten(1, (key_heads, groups))], [rows_first], None, [0], False)
     return result

@@ -232,7 +232,7 @@ def test_packed_heads_are_rows_of_their_key_head(layout, heads, key_heads):
     kernel, options = BACKENDS["math"], (None, False, scale_of(problem))
     out, lse = kernel.forward(query, key, value, *options)
     want = kernel.backward(grad_output, query, key, value, out, lse, *options)
-    go, q, o, sums = (packed_heads.packed(x, key_heads) for x in (grad_output, query, out, lse))
+    go, q, o, sums = packed_heads.packed((grad_output, query, out, lse), key_heads)
     assert q.shape == (2, key_heads, 18 * heads // key_heads, 12) and sums.shape == q.shape[:3]
     assert all(x.is_contiguous() for x in (go, q, o, sums))
     dq, dk, dv, _ = kernel.backward(go, q, key, value, o, sums, *options)
