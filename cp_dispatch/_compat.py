@@ -7,9 +7,10 @@ may import a name that torch marks as private.
 import contextlib
 import functools
 import hashlib
+import operator
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -241,14 +242,12 @@ def kernel_is_registered(op: str, dispatch_key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, dispatch_key)
 
 
-def dtensor_spec(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements, global shape, strides and dtype of a DTensor, hashable."""
-    return tensor._spec
+#: Mesh, placements, global shape, strides and dtype of a DTensor, hashable.
+dtensor_spec: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
 
-
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's shard, without autograd and without a collective."""
-    return tensor._local_tensor
+#: This rank's shard of a DTensor, without autograd and without a collective. (Both are asked for
+#: many times a call, where a function of Python takes longer than what it does.)
+local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def dispatch_modes_are_on() -> bool:

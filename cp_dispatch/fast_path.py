@@ -82,7 +82,10 @@ def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) ->
 
 def _are_plain_dtensors(*tensors) -> bool:
     """DTensors around plain tensors: not around an unfinished collective, nor another wrapper."""
-    return all(type(x) is DTensor and type(local_tensor(x)) is Tensor for x in tensors)
+    for x in tensors:  # a generator would cost the host as much again
+        if type(x) is not DTensor or type(local_tensor(x)) is not Tensor:
+            return False
+    return True
 
 
 class Prepared:

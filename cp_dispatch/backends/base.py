@@ -73,8 +73,9 @@ class Backend:
                 self.forward(*_cut(part, query, key, value, mask), causal, scale) for part in parts
             ]
             return tuple(torch.cat(x, parts[0].dim) for x in zip(*results, strict=True))
-        bias = self._bias(mask, query.dtype)
-        key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        bias = None if mask is None else self._bias(mask, query.dtype)
+        if not self.grouped_heads:
+            key, value = self._wide_heads(query, key), self._wide_heads(query, value)
         extra = (dropout,) if self.takes_dropout else ()
         out, lse = self._forward(query, key, value, bias, causal, scale, *extra)
         if mask is not None:
@@ -122,18 +123,21 @@ class Backend:
                     result.narrow(part.dim, part.start * times, grad.size(part.dim)).copy_(grad)
                 del grads  # or the next part's would come beside them
             return *results, None
-        bias = self._bias(mask, query.dtype)
+        bias = None if mask is None else self._bias(mask, query.dtype)
         if mask is not None:
             # exp(score - inf) is 0 for the rows that see no key at all; score + inf would be NaN.
             logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
-        groups = 1 if self.grouped_heads else query.size(1) // key.size(1)
-        key, value = self._wide_heads(query, key), self._wide_heads(query, value)
+        groups = 1
+        if not self.grouped_heads:
+            groups = query.size(1) // key.size(1)
+            key, value = self._wide_heads(query, key), self._wide_heads(query, value)
         extra = (dropout,) if self.takes_dropout else ()
         dq, dk, dv, *rest = self._backward(
             grad_output, query, key, value, output, logsumexp, bias, causal, scale, *extra
         )
-        dbias = rest[0] if mask_grad else None
-        return dq, sum_heads(dk, groups), sum_heads(dv, groups), dbias
+        if groups > 1:
+            dk, dv = sum_heads(dk, groups), sum_heads(dv, groups)
+        return dq, dk, dv, rest[0] if mask_grad else None
 
     def prefix_lengths(self, batch: int, prefixes: Sequence[tuple[int, int]], device: torch.device):
         """What calls of :meth:`prefix_forward` and its backward on one stream may share, for as
@@ -210,11 +214,10 @@ class Backend:
         return [_Part(1, i, found, groups) for i in range(0, heads, found)]
 
     def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
-        groups = 1 if self.grouped_heads else query.size(1) // tensor.size(1)
-        return repeat_heads(tensor, groups)
+        return repeat_heads(tensor, query.size(1) // tensor.size(1))
 
-    def _bias(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if mask is None or mask.dtype is not torch.bool:
+    def _bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        if mask.dtype is not torch.bool:
             return mask
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
