@@ -7,10 +7,11 @@ key. While enabled, a Python kernel stands before it at the CPU and CUDA keys an
 autograd keys, so it sees each call once, however the function was imported. A call without
 DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
 off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
-calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
-exactly: DTensor's tables hold rules of our own ops alone, from the import on, and
-:mod:`cp_dispatch.graph_results` goes too. (What stands before ``varlen_attn`` goes with
-:func:`disable` alone; after blocks it stays and passes calls on.) While enabled,
+calls. Both registrations belong to one ``torch.library.Library``, which is destroyed with the last
+user of the override. The rest goes with it: the rules of ``flex_attention``, what stands before
+torch's causal biases, and :mod:`cp_dispatch.graph_results`. Two things stay: the kernels before
+``varlen_attn``, which pass calls on to torch's after a block, until :func:`disable`; and in
+DTensor's tables the rules of our own ops, which are there from the import on. While enabled,
 ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
 Graphs that torch.compile made are guarded, see Note [Guards].
 
@@ -55,14 +56,16 @@ _installed: list[torch.library.Library] = []
 
 
 def enable(schedule: str = "auto", layout=None) -> None:
-    """Run SDPA on sequence-sharded DTensors context-parallel, in the whole process.
+    """Run attention on sequence-sharded DTensors context-parallel, in the whole process:
+    ``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``.
 
     Calling it again replaces the options. Inside ``with enabled(...)`` it holds until the end
     of that block.
 
     Args:
-        schedule: ``"ring"``: keys travel; causal work in natural order is balanced by exchanging
-            half-shards with the mirror rank where that pays (``"natural_ring"``: never,
+        schedule: of ``F.scaled_dot_product_attention``; the others have fewer to choose from, see
+            the README. ``"ring"``: keys travel; causal work in natural order is balanced by
+            exchanging half-shards with the mirror rank where that pays (``"natural_ring"``: never,
             ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
             every rank, where their shards are alike, else a ring. ``"one_call"``: the same for one
             kernel call on each rank, for short shards; else a ring. ``"ulysses"``: heads by
