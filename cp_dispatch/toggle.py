@@ -235,6 +235,13 @@ def _is_off() -> bool:
     return _stack.current() is None and plain_context() is None
 
 
+def _options_now() -> Options | None:
+    """:func:`current_options`, with a guard on them for the graph that is being traced, if any."""
+    if dynamo_traces() is not None:
+        graph_guards.note_trace("options of cp_dispatch", current_options)
+    return _stack.current()
+
+
 def _override(kernel):
     """The kernel that stands before torch's ``kernel``. See Note [The override]."""
 
@@ -243,9 +250,7 @@ def _override(kernel):
         attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
     ):  # fmt: skip
         if involves_dtensor(query, key, value, attn_mask):
-            options = _stack.current()
-            if dynamo_traces() is not None:
-                graph_guards.note_trace("options of cp_dispatch", current_options)
+            options = _options_now()
             if options is not None:
                 result = attend(
                     options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -283,9 +288,7 @@ def _refusal_of_vmap(kernel):
 
 
 def _inference_rule(cls, func, types, args=(), kwargs=None):
-    options = _stack.current()
-    if dynamo_traces() is not None:
-        graph_guards.note_trace("options of cp_dispatch", current_options)
+    options = _options_now()
     if options is None:
         return NotImplemented
     return _attend_from_aten(options, *args, **(kwargs or {}))
@@ -293,9 +296,7 @@ def _inference_rule(cls, func, types, args=(), kwargs=None):
 
 def _while_on(rule):
     def rule_while_on(cls, func, types, args=(), kwargs=None):
-        if dynamo_traces() is not None:
-            graph_guards.note_trace("options of cp_dispatch", current_options)
-        return rule(*args, **(kwargs or {})) if _stack.current() is not None else NotImplemented
+        return NotImplemented if _options_now() is None else rule(*args, **(kwargs or {}))
 
     return rule_while_on
 
