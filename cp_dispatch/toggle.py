@@ -36,6 +36,7 @@ from cp_dispatch._compat import (
     forget_resolved_kernels,
     in_backward,
     torch_context_parallel_is_on,
+    withdraw,
 )
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
@@ -215,14 +216,14 @@ def _sync() -> None:
             flex.install(current_options, plain_context, enabled, library)
             varlen.install(current_options, plain_context)
         except BaseException:
-            library._destroy()
+            withdraw(library)
             flex.remove()
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
         _installed.append(library)
     elif _installed and not in_use:
-        _installed.pop()._destroy()
+        withdraw(_installed.pop())
         forget_resolved_kernels(_SDPA)
         flex.remove()
         causal_bias.remove()
