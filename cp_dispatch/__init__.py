@@ -1,4 +1,5 @@
-"""Context parallelism for plain ``F.scaled_dot_product_attention`` on sequence-sharded DTensors.
+"""Context parallelism for plain attention calls on sequence-sharded DTensors:
+``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``.
 
     import cp_dispatch
     cp_dispatch.enable()

@@ -1,7 +1,7 @@
 """Every private torch symbol that cp_dispatch uses, in one place.
 
 Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing else in the package
-may import a name that torch marks as private.
+may use a name that torch marks as private, but for ``Tensor._version``, which its docs name.
 """
 
 import contextlib
@@ -53,6 +53,7 @@ __all__ = [
     "add_check",
     "add_subclass_rule",
     "all_gather_single",
+    "argument_names",
     "below_autograd",
     "compiled_graphs",
     "compiles_for_inductor",
@@ -90,11 +91,13 @@ __all__ = [
     "save_in_traced_checkpoints",
     "sdp_priority_order",
     "set_plain_kernel",
+    "size_hint",
     "skip_code",
     "symmetric_memory",
     "torch_context_parallel_is_on",
     "varlen_ops",
     "view_of",
+    "withdraw",
     "without_subclass",
 ]
 
@@ -235,6 +238,22 @@ def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:
     removing one does not. It would go on to a kernel of autograd's that is no longer there, whose
     stand-in computes no gradients."""
     op._dispatch_cache.clear()
+
+
+def argument_names(op: torch._ops.OpOverload) -> list[str]:
+    """The names of an op's arguments, in their order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def withdraw(library: torch.library.Library) -> None:
+    """Take out all that was registered with a library, now and not when it is collected."""
+    library._destroy()
+
+
+def size_hint(size) -> int:
+    """A size's value in a trace, without a guard on it."""
+    node = getattr(size, "node", None)
+    return int(size) if node is None or not node.has_hint() else int(node.hint)
 
 
 def kernel_is_registered(op: str, dispatch_key: str) -> bool:

@@ -41,6 +41,13 @@ class Call:
         return "\n".join(lines)
 
 
+def sharded_dims(tensor: DTensor, tensor_dim: int) -> tuple[int, ...]:
+    """Mesh dims over which a dim is sharded, in any way."""
+    return tuple(
+        i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == tensor_dim
+    )
+
+
 def describe_tensor(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"{type(tensor).__name__} {tensor!r}"

@@ -9,7 +9,7 @@ import logging
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch._compat import dtensor_spec, is_tracing
+from cp_dispatch._compat import dtensor_spec, is_tracing, size_hint
 from cp_dispatch.call import Call
 from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.layout_rules import layout_refusals, mask_order
@@ -208,10 +208,5 @@ def _largest_shard(tensor: DTensor, placements) -> tuple[int, ...]:
     for size, placement in zip(tensor.device_mesh.shape, placements, strict=True):
         if isinstance(placement, Shard):
             shape[placement.dim] = -(-shape[placement.dim] // size)
-    return tuple(map(int, shape)) if not is_tracing() else tuple(map(_hint, shape))
-
-
-def _hint(size) -> int:
-    """A size's value in a trace, without a guard: which kernel fits does not hang on it."""
-    node = getattr(size, "node", None)
-    return int(size) if node is None or not node.has_hint() else int(node.hint)
+    # In a trace without guards: which kernel fits does not hang on lengths.
+    return tuple(map(size_hint if is_tracing() else int, shape))

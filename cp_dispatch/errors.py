@@ -4,8 +4,10 @@
 class ContextParallelError(RuntimeError):
     """A call that cp_dispatch cannot run, refused before any communication.
 
-    It is raised on every rank alike: each decision behind it depends only on what all ranks
-    share (global shapes, placements, dtypes, options), never on local data.
+    For calls on DTensors it is raised on every rank alike: each decision behind it depends only on
+    what all ranks share (global shapes, placements, dtypes, options), never on local data. A plain
+    shard tells nothing about the other ranks: inside ``context_parallel`` a rank may be the only
+    one to raise, while the others wait for it, unless ``CP_DISPATCH_DEBUG=1`` is set.
     """
 
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from cp_dispatch._compat import all_gather_single, is_tracing
+from cp_dispatch._compat import is_tracing
 from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.buffers import gather
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import refuse
 
@@ -83,22 +84,9 @@ def mask_of_op(context, call, mask, sharded_dim, layout, lengths) -> torch.Tenso
                 "a mask with this rank's keys alone has to be gathered, which torch.compile "
                 "cannot trace here; pass one with all keys",
             )  # fmt: skip
-        mask = _gather_keys(context.mesh, mask, lengths[1])
+        most = chunk(Span(0, lengths[1]), context.mesh.size())[0].length
+        mask = gather(context.mesh, mask.detach(), KEYS, most, lengths[1])
     if layout is None and sharded_dim != ROWS and mask.shape[ROWS] > 1:
         own = chunk(Span(0, lengths[0]), context.mesh.size())[context.mesh.get_local_rank()]
         mask = mask.narrow(ROWS, own.position, own.length)
     return mask
-
-
-def _gather_keys(mesh, mask: torch.Tensor, key_length: int) -> torch.Tensor:
-    """All keys of a mask, as the shards lie, one rank's after the other's."""
-    shares = [span.length for span in chunk(Span(0, key_length), mesh.size())]
-    own = mask.detach().movedim(KEYS, 0)
-    padded = own.new_zeros(shares[0], *own.shape[1:])
-    padded[: own.shape[0]] = own
-    # As bytes: not every collective library knows every dtype.
-    sent = padded.view(-1).view(torch.uint8)
-    received = sent.new_empty(mesh.size() * sent.numel())
-    all_gather_single(received, sent, group=mesh.get_group())
-    parts = received.view(own.dtype).view(mesh.size() * shares[0], *own.shape[1:])
-    return parts[:key_length].movedim(0, KEYS)

@@ -95,10 +95,16 @@ def token_major(batch: int, heads: int, length: int, dim: int, like: Tensor, dty
     return like.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
+def is_token_major(tensor: Tensor) -> bool:
+    """Whether the strides are those of :func:`token_major`, also where a size of 1 leaves them
+    open."""
+    _, heads, length, dim = tensor.shape
+    return tensor.stride() == (length * heads * dim, dim, heads * dim, 1)
+
+
 def to_token_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor ``(B, H, S, D)`` in that dtype and with the strides of :func:`token_major`; itself
     if it is so."""
-    _, heads, length, dim = tensor.shape
-    if tensor.dtype is dtype and tensor.stride() == (length * heads * dim, dim, heads * dim, 1):
+    if tensor.dtype is dtype and is_token_major(tensor):
         return tensor
     return token_major(*tensor.shape, like=tensor, dtype=dtype).copy_(tensor)

@@ -12,14 +12,13 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dispatch._compat import disable_current_modes
-from cp_dispatch.call import Call
+from cp_dispatch.call import Call, sharded_dims
 from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
 
-def context_dims(tensor: DTensor) -> list[int]:
+def context_dims(tensor: DTensor) -> tuple[int, ...]:
     """Mesh dims over which the sequence (dim -2) is sharded, in any way."""
-    sequence = tensor.ndim - 2
-    return [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == sequence]
+    return sharded_dims(tensor, tensor.ndim - 2)
 
 
 def form_refusals(call: Call) -> list[str]:
@@ -65,7 +64,7 @@ def ring_refusals(call: Call) -> list[str]:
             f"{ {label(call.query, dim): kind for dim, kind in kinds.items()} }; place key and "
             "value like the query"
         )
-    if kinds and not ascends(call.query.device_mesh, list(kinds)):
+    if kinds and not ascends(call.query.device_mesh, tuple(kinds)):
         reasons.append(
             f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
             "mesh with ascending ranks"
@@ -198,10 +197,10 @@ def label(tensor: DTensor, dim: int) -> str:
     return names[dim] if names else f"mesh dim {dim}"
 
 
-def ascends(mesh, dims: list[int]) -> bool:
+def ascends(mesh, dims: tuple[int, ...]) -> bool:
     # A process group keeps its ranks sorted, and the ring's order must be the shards'.
     with disable_current_modes():
-        rings = mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
+        rings = mesh.mesh.movedim(dims, tuple(range(-len(dims), 0)))
         rings = rings.reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims))
         return bool((rings.diff(dim=1) > 0).all())
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.options import head_ranks
-from cp_dispatch.schedules import gather, mirror, prefix_plan
+from cp_dispatch.schedules import gather_plan, mirror, prefix_plan
 from cp_dispatch.schedules.head_groups import groups_for
 from cp_dispatch.schedules.head_shares import are_alike
 from cp_dispatch.schedules.mailbox import LARGEST
@@ -84,7 +84,7 @@ def _gathered(plan: Plan) -> Plan:
         if mirror.fits(plan.query_length, plan.key_length, plan.world_size):
             reason = "half-shards of query and output are exchanged with the mirror rank"
             return _in_groups(_with(plan, reason, "mirrored_gather"))
-    elif gather.fits(plan.geometry):
+    elif gather_plan.fits(plan.geometry):
         return _in_groups(_with(plan, "all keys are gathered: few large kernels", "gather"))
     reason = "not gathered: the ranks' spans of keys are not alike in number and length"
     return _with(plan, reason)
@@ -128,7 +128,7 @@ def _stays_unbalanced(plan: Plan, device_type: str) -> Plan | None:
     """A gather in natural order that balances nothing, where the exchanges with the mirror rank
     would cost more; None where they pay."""
     natural = plan.is_causal and plan.layout is None
-    if not natural or not _has_lengths(plan) or not gather.fits(plan.geometry):
+    if not natural or not _has_lengths(plan) or not gather_plan.fits(plan.geometry):
         return None
     saved = _unbalanced_seconds(plan, device_type)
     spent = (_MIRRORED_CALLS - _GATHER_CALLS) * COSTS[device_type].latency

@@ -31,6 +31,7 @@ from cp_dispatch._compat import (
     OpSpec,
     OpStrategy,
     RuntimeSchemaInfo,
+    argument_names,
     generate_redistribute_costs,
     register_op_strategy,
 )
@@ -143,7 +144,7 @@ def _strategy(query_index: int, mask_index: int, layout_index: int, backward: bo
 
 
 def _register(op: torch._ops.OpOverload, backward: bool) -> None:
-    names = [argument.name for argument in op._schema.arguments]
+    names = argument_names(op)
     query, mask, layout = map(names.index, ("query", "attn_mask", "layout"))
     # Of the arguments that are no tensors, the layout and what comes after it decide.
     register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=layout))(

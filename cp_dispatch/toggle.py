@@ -7,10 +7,11 @@ key. While enabled, a Python kernel stands before it at the CPU and CUDA keys an
 autograd keys, so it sees each call once, however the function was imported. A call without
 DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
 off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
-calls. Both registrations belong to one ``torch.library.Library``; destroying it restores torch
-exactly: DTensor's tables hold rules of our own ops alone, from the import on, and
-:mod:`cp_dispatch.graph_results` goes too. (What stands before ``varlen_attn`` goes with
-:func:`disable` alone; after blocks it stays and passes calls on.) While enabled,
+calls. Both registrations belong to one ``torch.library.Library``, which is destroyed with the last
+user of the override. The rest goes with it: the rules of ``flex_attention``, what stands before
+torch's causal biases, and :mod:`cp_dispatch.graph_results`. Two things stay: the kernels before
+``varlen_attn``, which pass calls on to torch's after a block, until :func:`disable`; and in
+DTensor's tables the rules of our own ops, which are there from the import on. While enabled,
 ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
 Graphs that torch.compile made are guarded, see Note [Guards].
 
@@ -35,6 +36,7 @@ from cp_dispatch._compat import (
     forget_resolved_kernels,
     in_backward,
     torch_context_parallel_is_on,
+    withdraw,
 )
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
@@ -55,14 +57,16 @@ _installed: list[torch.library.Library] = []
 
 
 def enable(schedule: str = "auto", layout=None) -> None:
-    """Run SDPA on sequence-sharded DTensors context-parallel, in the whole process.
+    """Run attention on sequence-sharded DTensors context-parallel, in the whole process:
+    ``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``.
 
     Calling it again replaces the options. Inside ``with enabled(...)`` it holds until the end
     of that block.
 
     Args:
-        schedule: ``"ring"``: keys travel; causal work in natural order is balanced by exchanging
-            half-shards with the mirror rank where that pays (``"natural_ring"``: never,
+        schedule: of ``F.scaled_dot_product_attention``; the others have fewer to choose from, see
+            the README. ``"ring"``: keys travel; causal work in natural order is balanced by
+            exchanging half-shards with the mirror rank where that pays (``"natural_ring"``: never,
             ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
             every rank, where their shards are alike, else a ring. ``"one_call"``: the same for one
             kernel call on each rank, for short shards; else a ring. ``"ulysses"``: heads by
@@ -212,14 +216,14 @@ def _sync() -> None:
             flex.install(current_options, plain_context, enabled, library)
             varlen.install(current_options, plain_context)
         except BaseException:
-            library._destroy()
+            withdraw(library)
             flex.remove()
             raise
         forget_resolved_kernels(_SDPA)
         causal_bias.install(is_enabled, plain_context)
         _installed.append(library)
     elif _installed and not in_use:
-        _installed.pop()._destroy()
+        withdraw(_installed.pop())
         forget_resolved_kernels(_SDPA)
         flex.remove()
         causal_bias.remove()
@@ -232,6 +236,13 @@ def _is_off() -> bool:
     return _stack.current() is None and plain_context() is None
 
 
+def _options_now() -> Options | None:
+    """:func:`current_options`, with a guard on them for the graph that is being traced, if any."""
+    if dynamo_traces() is not None:
+        graph_guards.note_trace("options of cp_dispatch", current_options)
+    return _stack.current()
+
+
 def _override(kernel):
     """The kernel that stands before torch's ``kernel``. See Note [The override]."""
 
@@ -240,9 +251,7 @@ def _override(kernel):
         attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
     ):  # fmt: skip
         if involves_dtensor(query, key, value, attn_mask):
-            options = _stack.current()
-            if dynamo_traces() is not None:
-                graph_guards.note_trace("options of cp_dispatch", current_options)
+            options = _options_now()
             if options is not None:
                 result = attend(
                     options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -280,9 +289,7 @@ def _refusal_of_vmap(kernel):
 
 
 def _inference_rule(cls, func, types, args=(), kwargs=None):
-    options = _stack.current()
-    if dynamo_traces() is not None:
-        graph_guards.note_trace("options of cp_dispatch", current_options)
+    options = _options_now()
     if options is None:
         return NotImplemented
     return _attend_from_aten(options, *args, **(kwargs or {}))
@@ -290,9 +297,7 @@ def _inference_rule(cls, func, types, args=(), kwargs=None):
 
 def _while_on(rule):
     def rule_while_on(cls, func, types, args=(), kwargs=None):
-        if dynamo_traces() is not None:
-            graph_guards.note_trace("options of cp_dispatch", current_options)
-        return rule(*args, **(kwargs or {})) if _stack.current() is not None else NotImplemented
+        return NotImplemented if _options_now() is None else rule(*args, **(kwargs or {}))
 
     return rule_while_on
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cp_dispatch
-from cp_dispatch import extension
+from cp_dispatch import extension, fast_path
 
 # A slow or shared machine is no failure.
 hypothesis.settings.register_profile("cp_dispatch", deadline=None)
@@ -27,6 +27,13 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _room_for_known_calls():
+    """The fast path forgets all calls once it knows many: not in the middle of a test that counts
+    them, after others have filled it."""
+    fast_path._known.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -623,6 +623,38 @@ def test_skip_code():
         assert seen == [expected]
 
 
+def test_argument_names():
+    names = _compat.argument_names(torch.ops.aten.scaled_dot_product_attention.default)
+    assert names[:4] == ["query", "key", "value", "attn_mask"] and "enable_gqa" in names
+
+
+def test_withdraw():
+    """An op's own kernel is back as soon as one that stood before it is withdrawn."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("relu", lambda x: x + 1, "CPU", allow_override=True)
+    x = -torch.ones(2)
+    assert torch.relu(x).sum() == 0 and torch.relu(2 * x).sum() == -2
+    _compat.withdraw(library)
+    assert torch.relu(2 * x).sum() == 0
+
+
+def test_size_hint():
+    """And no guard comes of it."""
+    assert _compat.size_hint(3) == 3
+    seen = []
+
+    def function(x):
+        size = x.shape[0]
+        assert isinstance(size, torch.SymInt) and _compat.size_hint(size) == 6
+        seen.append(len(size.node.shape_env.guards))
+        int(size)
+        seen.append(len(size.node.shape_env.guards))
+        return x + 1
+
+    make_fx(function, tracing_mode="symbolic")(torch.ones(6, 2))
+    assert seen == [0, 1]
+
+
 def test_varlen_ops(monkeypatch):
     assert _compat.varlen_ops()[0] == "_varlen_attn"
     for op in _compat.varlen_ops():

@@ -46,6 +46,29 @@ def private_names(path: pathlib.Path):
                 yield text
 
 
+def test_nothing_else_reaches_into_objects_of_torch():
+    """Every private attribute in the package is one that the package gives to its own objects, or
+    one of Python's, or ``Tensor._version``."""
+    package = pathlib.Path(cp_dispatch.__file__).parent
+    trees = {p: ast.parse(p.read_text()) for p in package.rglob("*.py")}
+    own = {"_version", "_replace", "_fields", "_getframe", "_DummyThread"}
+    reached = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                of = ast.unparse(node.value)
+                if of in ("self", "cls"):
+                    own.add(node.attr)
+                elif path.name != "_compat.py" and of.split(".")[0] not in ("aten", "torch"):
+                    reached.append((path.name, node.attr))
+    names = [name for name in reached if not name[1].startswith("__")]
+    assert not {name for name in names if name[1] not in own}
+
+
 def test_nothing_else_uses_private_names_of_torch():
     package = pathlib.Path(cp_dispatch.__file__).parent
     found = {str(p.relative_to(package)): list(private_names(p)) for p in package.rglob("*.py")}

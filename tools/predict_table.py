@@ -1,6 +1,6 @@
 """The README's table of predicted times on many ranks, from the constants of one kind of GPU.
 
-    python tools/predict_table.py nvidia-h100-80gb-hbm3
+    python tools/predict_table.py nvidia-h200
 
 It stands between ``<!-- predicted -->`` and ``<!-- end of predicted -->``. Nothing in it is
 measured but the constants: nodes of 8 GPUs are as the measured host, and the links between nodes

@@ -24,7 +24,7 @@ class Backend:
     """One attention kernel on one block of queries and keys.
 
     Blocks are ``(B, H, S, D)`` with any strides. A causal block is square (see Note [Tiles] in
-    ``layouts/spans.py``). The logsumexp is always ``(B, H, S)``, natural log, in
+    ``layouts/tiles.py``). The logsumexp is always ``(B, H, S)``, natural log, in
     :meth:`logsumexp_dtype`, -inf for a row without keys; what a kernel does otherwise is put
     right here.
     """

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.base import CUDA_GRID, Backend
+from cp_dispatch.merge import is_token_major
 
 aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ class Flash(Backend):
 def _packed(tensor: Tensor) -> Tensor:
     """``(B * S, H, D)``, as the kernel takes sequences of several lengths."""
     batch, heads, length, dim = tensor.shape
-    if tensor.stride() == (length * heads * dim, dim, heads * dim, 1):
+    if is_token_major(tensor):
         # One call: a transposition and a view cost the host more than twice as much.
         return tensor.as_strided((batch * length, heads, dim), (heads * dim, dim, 1))
     return tensor.transpose(1, 2).flatten(0, 1)

@@ -265,7 +265,7 @@ def _heads(model: _Model, rank: int) -> float:
             copied = sum(sizes) * ranks / (ranks - 1)
             seconds = sum(model.move(name, size, ranks) for size in sizes)
             found.append(seconds + model.copy(0 if pushed and found is there else copied))
-        compute.append(_of_stage(model, messages, stage, rank))
+        compute.append(_of_stage(model, messages, stage))
     total, count = there[0] + back[-1], len(there)
     for i in range(count):
         moving = (there[i + 1] if i + 1 < count else 0.0) + (back[i - 1] if i else 0.0)
@@ -274,7 +274,7 @@ def _heads(model: _Model, rank: int) -> float:
     return total
 
 
-def _of_stage(model: _Model, messages, stage, rank: int) -> tuple[float, float]:
+def _of_stage(model: _Model, messages, stage) -> tuple[float, float]:
     """The kernels of one stage, or the ring among groups, and for how long that moves keys."""
     across = messages.across(stage)
     if across:

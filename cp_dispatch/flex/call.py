@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cp_dispatch.call import describe_tensor
 from cp_dispatch.flex.mask_tuple import MaskTuple
@@ -52,8 +51,3 @@ class FlexCall:
 
 def global_shape(tensor) -> tuple[int, ...]:
     return tuple(map(int, tensor.shape))
-
-
-def sharded_dims(tensor: DTensor, tensor_dim: int) -> list[int]:
-    """Mesh dims over which a dim is sharded, in any way."""
-    return [i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == tensor_dim]

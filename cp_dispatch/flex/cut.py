@@ -3,7 +3,7 @@
 Note [Cutting]
 ~~~~~~~~~~~~~~
 A rank attends with its rows of queries, in the order of its shard, to keys that lie in true order
-(see :mod:`cp_dispatch.flex.moves`). So the columns of the mask stay as the user made them, and only
+(see Note [Rows in place]). So the columns of the mask stay as the user made them, and only
 its rows are cut. Block t of the rank's rows covers one or several of the user's query blocks::
 
     user's blocks (size 4)   | a a a a | b b b b | c c c c | d ...

@@ -12,7 +12,7 @@ from cp_dispatch._compat import local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.local import LocalFlex, apart
-from cp_dispatch.flex.results import outlines
+from cp_dispatch.flex.results import outlines, zeros_for
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.layouts import Span
@@ -55,7 +55,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
         results_part = [_part(x, heads) for x in results]
         if local.is_empty:
             grad_query, *grads = (torch.zeros_like(x) for x in (part, *keys))
-            captured = [torch.zeros_like(x) if _may_need(x) else None for x in buffers[0]]
+            captured = [zeros_for(x) for x in buffers[0]]
         else:
             place = local.place_of(heads)
             grad_query, *grads, captured = op(
@@ -97,10 +97,6 @@ def _part(result: Tensor | None, heads: Span) -> Tensor | None:
     part = result.narrow(1, *heads)
     # Kernels go by the strides of outputs, and take numbers by row to be dense.
     return part if part.ndim > 3 else part.contiguous()
-
-
-def _may_need(buffer) -> bool:
-    return isinstance(buffer, Tensor) and buffer.is_floating_point()
 
 
 def _join(parts, like: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ Note [Windows]
 A *window* is the user's key blocks that an owner's positions touch, side by side. Its keys are a
 buffer of as many rows, its columns are a choice of the mask's. A block on the border of two owners
 is in the windows of both: its rows that the owner has not are hidden by a mask of positions, and it
-is never full. ::
-
+is never full.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
+from cp_dispatch.call import sharded_dims
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
-from cp_dispatch.flex.call import FlexCall, sharded_dims
+from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, views
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces

@@ -32,7 +32,7 @@ class Pieces:
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def __call__(self, b: Tensor, row: Tensor) -> Tensor:
+    def __call__(self, row: Tensor) -> Tensor:
         place = row + self.offsets[0] if self.offsets[0] else row
         for start, offset in zip(self.starts[1:], self.offsets[1:], strict=True):
             place = torch.where(row < start, place, row + offset)
@@ -163,8 +163,8 @@ class Place:
             # In int32 like all indices of a kernel.
             q_idx = table[b, row] if self.table_lanes > 1 else table[row]
         else:
-            q_idx = self.pieces(b, row) if self.pieces is not None else row
+            q_idx = self.pieces(row) if self.pieces is not None else row
         b = b + self.first_batch if self.first_batch else b
         h = h + self.first_head if self.first_head else h
-        kv_idx = kv_idx if self.keys is None else self.keys(b, kv_idx)
+        kv_idx = kv_idx if self.keys is None else self.keys(kv_idx)
         return b, h, q_idx, kv_idx, buffers

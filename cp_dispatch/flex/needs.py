@@ -15,6 +15,7 @@ from cp_dispatch.flex.cut import touched
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
+from cp_dispatch.layouts.spans import append
 
 # The share of all keys from which on all of them are gathered.
 _MOST = 0.75
@@ -109,8 +110,8 @@ def _move(owner: int, taker: int, needs: Needs, keys: Ownership) -> Move:
         at = lane * keys.rows(owner)
         for position, length in keys.spans(owner, lane):
             for wanted, count in _overlaps(needs[taker][lane], position, position + length):
-                _append(shard, at + wanted - position, count)
-                _append(places, lane * keys.length + wanted, count)
+                append(shard, at + wanted - position, count)
+                append(places, lane * keys.length + wanted, count)
             at += length
     return Move(owner, taker, tuple(shard), tuple(places))
 
@@ -120,13 +121,6 @@ def _overlaps(spans: Sequence[Span], start: int, stop: int):
         first, last = max(start, position), min(stop, position + length)
         if first < last:
             yield first, last - first
-
-
-def _append(spans: list[Span], start: int, length: int) -> None:
-    if spans and sum(spans[-1]) == start:
-        spans[-1] = Span(spans[-1].position, spans[-1].length + length)
-    else:
-        spans.append(Span(start, length))
 
 
 def pays_to_gather(needs: Needs, keys: Ownership) -> bool:

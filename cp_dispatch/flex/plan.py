@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Shard
 
-from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.call import sharded_dims
+from cp_dispatch.flex.call import FlexCall, global_shape
 from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
 from cp_dispatch.flex.ownership import ownership
@@ -107,7 +108,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         return FlexPlan("refused", reasons=tuple(reasons), call=call.describe())
     query, key = call.query, call.key
     mesh = query.device_mesh
-    ring = tuple(sharded_dims(query, 2))
+    ring = sharded_dims(query, 2)
     if not ring:
         schedule, why = "local", "the sequence is not sharded"
     elif Shard(2) not in key.placements:

@@ -10,7 +10,8 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dispatch.flex.call import FlexCall, global_shape, sharded_dims
+from cp_dispatch.call import sharded_dims
+from cp_dispatch.flex.call import FlexCall, global_shape
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.layouts import Balancer, chunk_spans
 from cp_dispatch.refusal import ascends, form_refusals, label
@@ -123,7 +124,7 @@ def _captured_refusals(call: FlexCall, name: str, x: torch.Tensor) -> list[str]:
     return reasons
 
 
-def _layout_refusals(call: FlexCall, layout: Balancer, ring: list[int]) -> list[str]:
+def _layout_refusals(call: FlexCall, layout: Balancer, ring: tuple[int, ...]) -> list[str]:
     if layout.world_size == 1 or not ring:
         return []
     mesh = call.query.device_mesh
@@ -160,7 +161,7 @@ def _layout_refusals(call: FlexCall, layout: Balancer, ring: list[int]) -> list[
     return reasons
 
 
-def _order_refusals(name, x, layout: Balancer, ring: list[int], named: str) -> list[str]:
+def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...], named: str) -> list[str]:
     """A captured tensor that is sharded like the sequence lies in the layout."""
     if not isinstance(x, DTensor):
         return []

@@ -7,14 +7,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import local_tensor
+from cp_dispatch.backends import wide_dtype
 
 
 def outlines(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Zeros in the shapes of output, logsumexp and maximum of these rows."""
     shape = query.shape[:3]
-    stats = torch.float64 if query.dtype is torch.float64 else torch.float32
+    stats = wide_dtype(query.dtype)
     out = query.new_zeros((*shape, value_dim))
     return out, query.new_zeros(shape, dtype=stats), query.new_zeros(shape, dtype=stats)
+
+
+def zeros_for(captured) -> Tensor | None:
+    """The gradient of what a mod captures where this rank has no row that it could come from."""
+    needs = isinstance(captured, Tensor) and captured.is_floating_point()
+    return torch.zeros_like(captured) if needs else None
 
 
 def placed_strides(shape, like) -> tuple:

@@ -33,7 +33,7 @@ from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
-from cp_dispatch.flex.results import nothing, outlines, wrap
+from cp_dispatch.flex.results import nothing, outlines, wrap, zeros_for
 from cp_dispatch.graph_guards import note_trace
 
 FORWARD = torch.ops.higher_order.flex_attention
@@ -127,7 +127,7 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
     """dQ, dK, dV and the gradients of what ``score_mod`` captures, placed like what they are
     gradients of."""
     if _is_outside(call):
-        buffers = tuple(_zeros(x) for x in call.score_buffers)
+        buffers = tuple(zeros_for(x) for x in call.score_buffers)
         return *(nothing(x, 4) for x in call.tensors.values()), buffers
     local = _local(options, call)
     out, logsumexp, grad_out, grad_logsumexp = results
@@ -165,7 +165,7 @@ def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, k
     query, buffers = local_tensor(local.call.query), local.buffers()
     if local.is_empty:
         grads = (torch.zeros_like(x) for x in (query, key, value))
-        return *grads, [_zeros(x) for x in buffers[0]]
+        return *grads, [zeros_for(x) for x in buffers[0]]
     place = local.place
     return BACKWARD(
         query, key, value, *results, place.score_mod(score_mod),
@@ -222,8 +222,3 @@ def _key_gradient(grad: Tensor, like: DTensor, local: LocalFlex) -> DTensor:
     shares = [Partial() if i in local.plan.mesh_dims else p for i, p in enumerate(like.placements)]
     wide = wrap(grad.to(wide_dtype(grad.dtype)), like, shares)
     return wide.redistribute(placements=like.placements).to(grad.dtype)
-
-
-def _zeros(buffer) -> Tensor | None:
-    needs = isinstance(buffer, Tensor) and buffer.is_floating_point()
-    return torch.zeros_like(buffer) if needs else None

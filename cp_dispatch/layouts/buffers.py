@@ -163,22 +163,27 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, mesh, most, whole, index, inverse, dim):
         ctx.index, ctx.dim = index, dim
-        rows = local.movedim(dim, 0)
-        padded = rows.new_zeros(most, *rows.shape[1:])
-        padded[: rows.shape[0]] = rows
-        # As bytes: not every collective library knows every dtype.
-        sent = padded.view(-1).view(torch.uint8)
-        received = sent.new_empty(mesh.size() * sent.numel())
-        if sent.numel():
-            all_gather_single(received, sent, group=mesh.get_group())
-        gathered = received.view(padded.dtype).view(mesh.size() * most, *rows.shape[1:])
-        # Only the last ranks are short, so the padding comes after all rows.
-        permuted = gathered[:whole].movedim(0, dim)
+        permuted = gather(mesh, local, dim, most, whole)
         return permuted.contiguous() if inverse is None else permute(permuted, inverse, dim)
 
     @staticmethod
     def backward(ctx, grad):
         return _Take.apply(grad, ctx.index, ctx.dim), *[None] * 6
+
+
+def gather(mesh: DeviceMesh, local: torch.Tensor, dim: int, most: int, whole: int) -> torch.Tensor:
+    """The ranks' parts of a dim one after the other, ``whole`` long; ``most`` is the longest."""
+    rows = local.movedim(dim, 0)
+    padded = rows.new_zeros(most, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    # As bytes: not every collective library knows every dtype.
+    sent = padded.view(-1).view(torch.uint8)
+    received = sent.new_empty(mesh.size() * sent.numel())
+    if sent.numel():
+        all_gather_single(received, sent, group=mesh.get_group())
+    gathered = received.view(padded.dtype).view(mesh.size() * most, *rows.shape[1:])
+    # Only the last ranks are short, so the padding comes after all rows.
+    return gathered[:whole].movedim(0, dim)
 
 
 def _natural_index(own: Span) -> torch.Tensor:

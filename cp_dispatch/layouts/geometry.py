@@ -93,7 +93,7 @@ class RowGeometry(_Geometry):
 
 
 def natural(
-    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout=None
+    query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool
 ) -> Geometry:
     """Geometry of natural order: every rank owns one chunk of queries and one of keys."""
     return _natural(int(query_length), int(key_length), tuple(ring_shape), causal)

@@ -25,6 +25,16 @@ def chunk_spans(length: int, ring_shape: tuple[int, ...]) -> tuple[tuple[Span, .
     return tuple((part,) if part.length else () for part in chunks)
 
 
+def append(spans: list[Span], start: int, length: int) -> None:
+    """One more run, joined to the last one where it follows it."""
+    if not length:
+        return
+    if spans and sum(spans[-1]) == start:
+        spans[-1] = Span(spans[-1].position, spans[-1].length + length)
+    else:
+        spans.append(Span(start, length))
+
+
 def chunk(span: Span, count: int) -> list[Span]:
     """The spans of ``torch.chunk``, the last ones possibly short or empty."""
     size = -(-span.length // count)

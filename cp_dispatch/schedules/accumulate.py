@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Tile
-from cp_dispatch.merge import merge_partials, token_major
+from cp_dispatch.merge import is_token_major, merge_partials, token_major
 
 
 @dataclass(eq=False)
@@ -180,7 +180,7 @@ class OutputAccumulator(_Accumulator):
     def _is_final(self, tensors) -> bool:
         out, lse = tensors
         final = out.dtype is self._dtype and lse.dtype is self._lse_dtype and lse.is_contiguous()
-        return final and out.transpose(1, 2).is_contiguous() and _plain_strides(out)
+        return final and is_token_major(out)
 
     def _clear(self, tensors) -> None:
         out, lse = tensors
@@ -216,14 +216,7 @@ class QueryGradient(_Accumulator):
 
     def _is_final(self, tensors) -> bool:
         (grad,) = tensors
-        final = grad.dtype is self._dtype and grad.transpose(1, 2).is_contiguous()
-        return final and _plain_strides(grad)
+        return grad.dtype is self._dtype and is_token_major(grad)
 
     def _clear(self, tensors) -> None:
         tensors[0].zero_()
-
-
-def _plain_strides(tensor: Tensor) -> bool:
-    """Whether strides are those of :func:`token_major` also where a size of 1 leaves them open."""
-    _, heads, length, dim = tensor.shape
-    return tensor.stride() == (length * heads * dim, dim, heads * dim, 1)

@@ -30,15 +30,13 @@ from cp_dispatch.layouts.tiles import cut
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.gather_plan import fits, plan_of
+from cp_dispatch.schedules.gather_plan import plan_of
 from cp_dispatch.schedules.gathered import ROOM, gathered_keys
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.half_swap import HalfSwap, swapped
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.ranges import part
-
-__all__ = ["Gather", "MirroredGather", "fits", "plan_of"]
 
 
 class _Gather:

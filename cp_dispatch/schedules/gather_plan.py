@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 from cp_dispatch.layouts import Geometry, Span, Tile
+from cp_dispatch.layouts.spans import append
 from cp_dispatch.layouts.tiles import cut, tiles
 
 
@@ -85,10 +86,7 @@ def _joined(spans: list[Span]) -> tuple[Span, ...]:
     """The same positions in the same order, in as few spans as there can be."""
     joined: list[Span] = []
     for span in spans:
-        if joined and sum(joined[-1]) == span.position:
-            joined[-1] = Span(joined[-1].position, joined[-1].length + span.length)
-        else:
-            joined.append(span)
+        append(joined, *span)
     return tuple(joined)
 
 

@@ -15,9 +15,7 @@ from torch import Tensor
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules import ring
 from cp_dispatch.schedules.job import Job
-from cp_dispatch.schedules.mirror import fits, pair_spans, to_natural, to_pairs
-
-__all__ = ["backward", "fits", "forward", "geometry"]
+from cp_dispatch.schedules.mirror import pair_spans, to_natural, to_pairs
 
 
 def geometry(

@@ -47,8 +47,9 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     """
     if job.mask is not None or job.dropout is not None or job.ring is None:
         raise ContextParallelError(
-            "the schedule one_call takes no attn_mask and no dropout, and several ranks; "
-            'call the op with "ring"'
+            "the schedule one_call takes neither attn_mask nor dropout and needs several ranks; "
+            f"given: attn_mask {job.mask is not None}, dropout {job.dropout is not None}, several "
+            f'ranks {job.ring is not None}. Call the op with "ring"'
         )
     if _is_empty(query):
         dtype, lse_dtype = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from cp_dispatch.call import describe_tensor
 from cp_dispatch.varlen.documents import Window
 
@@ -61,10 +59,3 @@ class VarlenCall:
             if getattr(self, name) is not None
         }
         return "\n".join([*lines, *(f"{name}: {x}" for name, x in given.items())])
-
-
-def sharded_dims(tensor: DTensor, tensor_dim: int) -> tuple[int, ...]:
-    """Mesh dims over which a dim is sharded, in any way."""
-    return tuple(
-        i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == tensor_dim
-    )

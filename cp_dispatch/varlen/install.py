@@ -13,7 +13,13 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch._compat import dynamo_traces, forget_resolved_kernels, is_fake, varlen_ops
+from cp_dispatch._compat import (
+    dynamo_traces,
+    forget_resolved_kernels,
+    is_fake,
+    varlen_ops,
+    withdraw,
+)
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graph_guards import note_trace
@@ -53,7 +59,7 @@ def install(current_options, plain_context) -> None:
 def remove() -> None:
     """Leave torch's kernels as they were."""
     if _installed:
-        _installed.pop()._destroy()
+        withdraw(_installed.pop())
         for op in varlen_ops():
             forget_resolved_kernels(getattr(torch.ops.torch_attn, op).default)
 

@@ -13,10 +13,11 @@ from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.rows import Selector
 from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window
 from cp_dispatch.varlen.exchange import Exchange, add
 from cp_dispatch.varlen.kernel import Kernel
-from cp_dispatch.varlen.traffic import Traffic, append, traffic_of
+from cp_dispatch.varlen.traffic import Traffic, traffic_of
 
 #: The most pieces of a kernel call: a size of a CUDA grid.
 _MOST_PIECES = 65535

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from cp_dispatch.backends import wide_dtype
 from cp_dispatch.varlen import dense
 from cp_dispatch.varlen.documents import Window
 
@@ -35,7 +36,7 @@ class Kernel:
     ) -> tuple[Tensor, Tensor]:
         if not key.size(0):
             lse = query.new_full((query.size(1), query.size(0)), torch.inf, dtype=torch.float32)
-            return torch.zeros_like(query), lse.to(dense.wide_dtype(query.dtype))
+            return torch.zeros_like(query), lse.to(wide_dtype(query.dtype))
         if self._starts is None:
             return dense.forward(query, key, value, self.sizes, self.window, scale)
         out, lse, *_ = aten._flash_attention_forward(

@@ -12,10 +12,11 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from cp_dispatch.call import sharded_dims
 from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.refusal import ascends, form_refusals, label
-from cp_dispatch.varlen.call import VarlenCall, sharded_dims
+from cp_dispatch.varlen.call import VarlenCall
 
 _INFERENCE_ONLY = {
     "seqused_k": "give lengths by cu_seq_k",
@@ -51,7 +52,7 @@ def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
     if all(x.ndim == 3 for x in call.tensors.values()):
         reasons += _placement_refusals(call)
     ring = sharded_dims(call.query, 0)
-    if ring and not ascends(call.query.device_mesh, list(ring)):
+    if ring and not ascends(call.query.device_mesh, ring):
         reasons.append(
             f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
             "mesh with ascending ranks"

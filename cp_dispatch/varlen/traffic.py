@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window, pieces_of, union
 
 #: Rows of keys that a kernel may be given for each different one of them.
@@ -132,13 +133,3 @@ def overlaps(owned: Sequence[Span], needed: Sequence[Span]) -> Iterator[tuple[in
             yield row + first - position, Span(first, last - first)
             at += 1
         row += length
-
-
-def append(spans: list[Span], start: int, length: int) -> None:
-    """One more run, joined to the last one where it follows it."""
-    if not length:
-        return
-    if spans and sum(spans[-1]) == start:
-        spans[-1] = Span(spans[-1].position, spans[-1].length + length)
-    else:
-        spans.append(Span(start, length))

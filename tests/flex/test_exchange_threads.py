@@ -337,11 +337,11 @@ def test_windows_of_blocks_on_a_border():
     view = window(owned, 1, 8)
     assert view == ((1, 2), (False, True), (Span(8, 12),), (Span(10, 10),))
     assert view.places((Span(10, 3),)) == (Span(2, 3),)
-    assert view.pieces(torch.tensor(0), torch.arange(12)).tolist() == list(range(8, 20))
+    assert view.pieces(torch.arange(12)).tolist() == list(range(8, 20))
     laid = ownership(32, (2,), HeadTail(32, 2).text)
     view = window(laid, 0, 8)
     assert view.blocks == (0, 3) and view.runs == (Span(0, 8), Span(24, 8))
-    assert view.pieces(torch.tensor(0), torch.tensor([7, 8])).tolist() == [7, 24]
+    assert view.pieces(torch.tensor([7, 8])).tolist() == [7, 24]
 
 
 def test_moves_are_runs():

@@ -279,7 +279,7 @@ def test_local_rows_to_positions():
     place = pieces(spans)
     assert place == Pieces((0, 3), (4, 17))
     rows = torch.arange(5)
-    assert place(torch.tensor(0), rows).tolist() == [4, 5, 6, 20, 21]
+    assert place(rows).tolist() == [4, 5, 6, 20, 21]
     assert pieces(tuple(Span(10 * i, 1) for i in range(9))) is None
     assert pieces(()) == Pieces((0,), (0,))
 
