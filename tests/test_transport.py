@@ -6,8 +6,6 @@ import pytest
 
 from cp_dispatch import transport
 from cp_dispatch.flex import explain
-from cp_dispatch.flex.needs import Move
-from cp_dispatch.layouts import Span
 
 
 def mesh(device="cuda"):
@@ -40,15 +38,12 @@ def test_groups_are_not_made(monkeypatch):
 def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
     """Copy engines move what is needed and no more; a collective gathers all where it pays."""
     monkeypatch.setattr(explain, "reaches_all", lambda mesh, dims: reaches)
-    spans = tuple(Span(2 * i, 1) for i in range(runs))
-    empty, full = Move(0, 0, (), ()), Move(1, 0, spans, spans)
-    table = ((empty, empty), (full, empty))
     plan = SimpleNamespace(schedule="exchange", world_size=2, mesh_dims=(0,))
-    ((found,), gathers) = explain._moved(plan, query(), table)
+    ((found,), gathers) = explain._moved(plan, query(), runs)
     assert words in found and gathers == may_gather
-    assert explain._moved(plan, query("cpu"), table) == ((), True)
+    assert explain._moved(plan, query("cpu"), runs) == ((), True)
     plan.schedule = "ring"
-    assert explain._moved(plan, query(), table) == ((), False)
+    assert explain._moved(plan, query(), runs) == ((), False)
 
 
 @pytest.mark.parametrize("call", [
