@@ -18,11 +18,15 @@ from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from cp_dispatch.layouts.spans import Span
 
 _DEFAULT_BLOCK_SIZE = 128
+# Sums of more would be no floats.
+_MOST_WORK = 1e200
 # The most work of a rank over the mean that is left where few keys are to travel.
 _NEAR_ENOUGH = 1.01
 # What a key block costs that travels, in work of a query block with a key block: 0.5 MiB and 0.27
 # GFLOP with 8 key and 32 query heads of 128 in bfloat16, nothing of which overlaps.
 _TRAVEL = 3
+# Blocks that are looked at for swaps until ranks are near enough, at a microsecond each.
+_MOST_LOOKS = 2**19
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -159,11 +163,16 @@ def _deal(work: Sequence[float], world_size: int, base: Sequence[float], near: b
     if near:
         owned = _deal_near(work, world_size, tuple(base))
     else:
-        greedy = _even_out(_sorted_greedy(work, world_size, base), work, base)
-        spans = head_tail(Span(0, len(work)), [len(work) // world_size] * world_size)
-        zigzag = [[p + i for p, length in pair for i in range(length)] for pair in spans]
-        owned = min(zigzag, greedy, key=lambda candidate: max(_loads(candidate, work, base)))
+        owned = _deal_evenly(work, world_size, base)
     return owned, _loads(owned, work, base)
+
+
+def _deal_evenly(work: Sequence[float], world_size: int, base: Sequence[float]):
+    """Head-tail where that is balanced best, else heaviest blocks first."""
+    greedy = _even_out(_sorted_greedy(work, world_size, base), work, base)
+    spans = head_tail(Span(0, len(work)), [len(work) // world_size] * world_size)
+    zigzag = [[p + i for p, length in pair for i in range(length)] for pair in spans]
+    return min(zigzag, greedy, key=lambda candidate: max(_loads(candidate, work, base)))
 
 
 def _loads(owned: Sequence[Sequence[int]], work: Sequence[float], base: Sequence[float]):
@@ -199,7 +208,12 @@ def _deal_near(work: tuple[float, ...], world_size: int, base: tuple[float, ...]
         _even_out(owned, work, base, len(work), _NEAR_ENOUGH) for owned in (natural, *packed)
     )
     # Where blocks are few or the guess at documents is wrong, swaps alone may move less.
-    return min(swapped, min(packed, key=cost), key=moved)
+    best = min(swapped, min(packed, key=cost), key=moved)
+    if max(_loads(best, work, base)) > most:
+        even = _deal_evenly(work, world_size, base)
+        if max(_loads(even, work, base)) <= most:
+            return even
+    return best
 
 
 def _sorted_greedy(work: Sequence[float], world_size: int, base: Sequence[float]):
@@ -225,6 +239,7 @@ def _even_out(
     piles = [sorted((work[block], block) for block in blocks) for blocks in owned]
     loads = [base[r] + sum(weight for weight, _ in piles[r]) for r in ranks]
     # Each swap takes work off the heaviest rank; the limit is for long tails of tiny gains.
+    looks = math.inf if swaps is None else _MOST_LOOKS
     for _ in range(16 * len(owned) if swaps is None else swaps):
         heavy = max(ranks, key=lambda r: (loads[r], -r))
         if loads[heavy] * len(owned) <= enough * sum(loads):
@@ -232,7 +247,11 @@ def _even_out(
         others = sorted((r for r in ranks if r != heavy), key=lambda r: (loads[r], r))
         swap = None
         for light in others:
-            swap = _best_swap(piles[heavy], piles[light], loads[heavy] - loads[light])
+            gap = loads[heavy] - loads[light]
+            swap = _largest_swap(piles[heavy], piles[light], gap)
+            if swap is None and looks > 0:
+                looks -= len(piles[heavy])
+                swap = _best_swap(piles[heavy], piles[light], gap)
             if swap:
                 break
         if not swap:
@@ -245,6 +264,14 @@ def _even_out(
         loads[heavy] += theirs[0] - mine[0]
         loads[light] += mine[0] - theirs[0]
     return [[block for _, block in pile] for pile in piles]
+
+
+def _largest_swap(heavy: list, light: list, gap: float):
+    """What :func:`_best_swap` finds where no swap is too large, else None."""
+    most = heavy[-1][0]
+    if gap / 2 * 1e-9 < most - light[0][0] <= gap / 2:
+        return heavy[bisect.bisect_left(heavy, (most, -1))], light[0]
+    return None
 
 
 def _best_swap(heavy: list, light: list, gap: float):
@@ -296,8 +323,12 @@ def _work_rows(work) -> tuple[tuple[float, ...], ...]:
 def _work_number(value, block: int) -> int | float:
     try:
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise ContextParallelError(f"the work of block {block} must be >= 0, got {value!r}")
+    if not 0 <= number < _MOST_WORK:
+        raise ContextParallelError(
+            f"the work of block {block} must be >= 0 and below {_MOST_WORK}, got {value!r}"
+        )
     return int(value) if number.is_integer() else number

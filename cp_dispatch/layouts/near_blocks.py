@@ -27,6 +27,9 @@ from cp_dispatch.layouts.near_keys import NearKeys, Runs, Traffic
 # More of each find little more, and take their time.
 _ORDERS = 24
 _PAIR_ORDERS, _PAIR_WINDOWS, _PAIRS = 8, 2, 96
+# Runs of blocks that pairs share anew, of all together: work that looks like no documents has a run
+# for each block or two.
+_PAIR_RUNS = 2**14
 # The share of a rank's blocks that may travel without a further search.
 _LITTLE = 1 / 32
 
@@ -83,13 +86,14 @@ class _Search:
         """Let the rank that moves most share its blocks anew with others, the idlest first.
         Returns how many it moves in the end."""
         traffic = Traffic(self.keys, self.owned)
-        pairs = _PAIRS
-        while pairs > 0 and traffic.price[0] > self.each * _LITTLE:
+        pairs, runs = _PAIRS, _PAIR_RUNS
+        while min(pairs, runs) > 0 and traffic.price[0] > self.each * _LITTLE:
             moved = [max(both) for both in zip(traffic.got, traffic.sent, strict=True)]
             *others, busiest = sorted(range(len(moved)), key=lambda rank: (moved[rank], rank))
             for other in others[:pairs]:
                 pairs -= 1
-                if self.share_anew(busiest, other, traffic):
+                runs -= len(self.owned[busiest]) + len(self.owned[other])
+                if self.share_anew(busiest, other, traffic) or runs <= 0:
                     break
             else:
                 break

@@ -43,7 +43,9 @@ class NearKeys:
         self.last: list[int] = []
         for at, (start, stop) in enumerate(self.documents):
             for block in range(start, stop):
-                count = max(math.ceil(work[block] / unit), 1)
+                # Of numbers that differ too much for floats there is no quotient.
+                few = work[block] < unit * len(work)
+                count = max(math.ceil(work[block] / unit), 1) if few else len(work)
                 # Documents may share a block with their neighbours.
                 low, high = start - 1, stop + 1
                 if count > high - low:  # it is such a block, with rows that attend whole documents

@@ -26,6 +26,8 @@ class Rooms:
         self._boxes: dict[tuple, Box] = {}
         #: A larger box takes a smaller one's place, on every rank at the same call.
         self._sizes: dict[tuple, int] = {}
+        #: Bytes of the smallest box.
+        self.least = 0
         self.flags: dict[tuple, set] = {}
         #: Bytes that each rank pushed to others or pulled from them, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
@@ -36,8 +38,11 @@ class Rooms:
         def mailbox(ring, name, size):
             with self.changed:
                 asked = ring.group.group_name, name, ring.rank
-                size = self._sizes[asked] = max(size, self._sizes.get(asked, 0))
+                before = self._sizes.get(asked, 0)
+                size = self._sizes[asked] = max(size, before, self.least)
                 key = ring.group.group_name, name, size
+                if size > before > 0:
+                    self._boxes[(*key[:2], before, ring.rank)].retire()
                 room = self._rooms.setdefault(
                     key, [torch.full((size,), 255, dtype=torch.uint8)
                           for _ in range(ring.world_size)]
@@ -82,6 +87,10 @@ class Box:
     def forget_many(self, most: int = 64) -> None:
         if len(self.views) >= 3:  # so that tests get there
             self.views.clear()
+
+    def retire(self) -> None:
+        self.is_current = False
+        self.views.clear()
 
     def open(self, peers=None) -> None:
         self._raise("free", self._peers if peers is None else peers)

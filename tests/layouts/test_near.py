@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_dispatch import BlockBalanced
-from cp_dispatch.layouts import from_text
+from cp_dispatch import BlockBalanced, ContextParallelError
+from cp_dispatch.layouts import block_balanced, from_text
 from cp_dispatch.layouts.block_balanced import _even_out
 from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from tests.layouts.test_balancers import owners, random_documents
@@ -243,6 +243,57 @@ def test_the_same_everywhere():
     from_text.cache_clear()
     other = from_text(one.text)
     assert other is not one and [other.spans(rank) for rank in range(4)] == spans
+
+
+def test_as_balanced_as_without_near():
+    """Where whole documents and swaps do not get within 1%, heaviest blocks first may."""
+    work = [x for length in (2, 6, 10, 4, 10) for x in range(1, length + 1)]
+    assert BlockBalanced(work, 8, 1).imbalance() == 1.0
+    assert BlockBalanced(work, 8, 1, near=True).imbalance() == 1.0
+
+
+def test_numbers_of_all_sizes():
+    """Also where their quotients are no floats."""
+    for work in ([1e-300, 1e199, 0, 1.5], [0, 5e-324, 1e199, 3], [10**199, 1, 0, 10**18]):
+        owned = owned_by(BlockBalanced(work, 2, 1, near=True))
+        assert sorted(itertools.chain(*owned)) == [*range(4)]
+    for much in (1e200, 10**400, float("inf")):
+        with pytest.raises(ContextParallelError, match="block 1 must be >= 0 and below 1e"):
+            BlockBalanced([1, much], 2, 1, near=True)
+
+
+def test_long_sequences_are_dealt_out_quickly(monkeypatch):
+    """Swaps that are none too large are found without a search, and searches end."""
+    looks = 0
+    search = block_balanced._best_swap
+
+    def counted(heavy, *args):
+        nonlocal looks
+        looks += len(heavy)
+        return search(heavy, *args)
+
+    monkeypatch.setattr(block_balanced, "_best_swap", counted)
+    each, world_size = 512, 8
+    balancer = BlockBalanced(range(1, each * world_size + 1), world_size, 1, near=True)
+    assert balancer.imbalance() <= 1.01 and looks < 2**17, looks
+    looks = 0
+    monkeypatch.setattr(block_balanced, "_MOST_LOOKS", 2**14)
+    rng = random.Random(5)
+    work = [rng.random() ** -1.5 for _ in range(each * world_size)]
+    owned = owned_by(BlockBalanced(work, world_size, 1, near=True))
+    assert sorted(itertools.chain(*owned)) == [*range(len(work))]
+    evenly = 16 * world_size * (world_size - 1) * each
+    assert looks <= 3 * (2**14 + each) + evenly, looks
+
+
+@given(st.data())
+def test_the_largest_swap_is_the_best(data):
+    """Where none is too large."""
+    numbers = st.lists(st.integers(0, 12) | st.floats(0, 12), min_size=1, max_size=6)
+    heavy, light = (sorted((x, i) for i, x in enumerate(data.draw(numbers))) for _ in range(2))
+    gap = data.draw(st.integers(1, 60))
+    found = block_balanced._largest_swap(heavy, light, gap)
+    assert found is None or found == block_balanced._best_swap(heavy, light, gap)
 
 
 def test_rows_of_a_batch_even_each_other_out():
