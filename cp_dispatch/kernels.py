@@ -12,7 +12,7 @@ from cp_dispatch._compat import profiler_is_on, resolve_group
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import from_text
-from cp_dispatch.merge import token_major
+from cp_dispatch.merge import plain_batch, token_major
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
@@ -85,7 +85,7 @@ def _job(
 def run_forward(job: Job, schedule, query: Tensor, key: Tensor, value: Tensor):
     """Output and logsumexp of this rank's shards."""
     _check_shards(job, query, key)
-    padded = map(job.backend.pad, (query, key, value))
+    padded = (job.backend.pad(plain_batch(x)) for x in (query, key, value))
     output, logsumexp = schedule.forward(job, *padded)
     recomputed.note(logsumexp, job.layout)
     return _unpad(output, value.size(-1)), logsumexp
@@ -97,7 +97,8 @@ def run_backward(
     """Gradients of this rank's query, key, value and mask."""
     _check_shards(job, query, key)
     recomputed.check(logsumexp, job.layout)
-    padded = map(job.backend.pad, (grad_output, query, key, value, output))
+    inputs = grad_output, query, key, value, output
+    padded = (job.backend.pad(plain_batch(x)) for x in inputs)
     dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
     return (
         _unpad(dq, query.size(-1)),
@@ -126,10 +127,11 @@ class Repeated:
         known = self._find(query)
         if known is None:
             return run_forward(self._job, self._schedule, query, key, value)
-        results = known.forward(query, key, value)
+        tensors = plain_batch(query), plain_batch(key), plain_batch(value)
+        results = known.forward(*tensors)
         if results is None:
-            results = run_forward(self._job, self._schedule, query, key, value)
-            known.learn_forward(query, key, value)
+            results = run_forward(self._job, self._schedule, *tensors)
+            known.learn_forward(*tensors)
         else:
             recomputed.note(results[1], self._layout)
         return results
@@ -142,6 +144,7 @@ class Repeated:
         tensors = grad_output, query, key, value, output, logsumexp
         if known is not None:
             recomputed.check(logsumexp, self._layout)
+            tensors = *map(plain_batch, tensors[:5]), logsumexp
             grads = known.backward(*tensors)
             if grads is not None:
                 return grads

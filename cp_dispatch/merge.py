@@ -108,3 +108,14 @@ def to_token_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype is dtype and is_token_major(tensor):
         return tensor
     return token_major(*tensor.shape, like=tensor, dtype=dtype).copy_(tensor)
+
+
+def plain_batch(tensor: Tensor) -> Tensor:
+    """The tensor ``(B, H, S, D)``, where a batch of 1 has the stride that a longer one would have.
+
+    Any stride fits it, and a view of a transposed tensor, as ``DTensor.from_local`` makes one, has
+    a small one. Kernels hand it on to their results, which would then have to be copied.
+    """
+    if tensor.size(0) != 1 or tensor.stride(0) >= tensor.numel():
+        return tensor
+    return tensor.as_strided(tensor.shape, (tensor.numel(), *tensor.stride()[1:]))

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from cp_dispatch.backends import BACKENDS
-from cp_dispatch.merge import merge_eager, merge_partials
+from cp_dispatch.merge import (
+    is_token_major,
+    merge_eager,
+    merge_partials,
+    plain_batch,
+    token_major,
+)
 from cp_dispatch.merge_ops import merge as differentiable_merge
 from tests.distributed.reference import FACTOR
 
@@ -230,3 +236,18 @@ def test_gradients_of_sides_without_keys_are_zero(dtype):
     assert not any(x.grad[:, :, :4].any() for x in parts[:2])
     assert not any(x.grad[:, :, 2:6].any() for x in parts[2:])
     assert (parts[2].grad[:, :, :2] == 1).all() and (parts[0].grad[:, :, 4:6] == 1).all()
+
+
+def test_a_batch_of_one_has_the_stride_of_a_longer_one():
+    rows = torch.randn(1, 6, 4, 8)
+    query = rows.transpose(1, 2)
+    odd = query.view_as(query)  # as DTensor.from_local does
+    assert odd.stride(0) < odd.numel()
+    plain = plain_batch(odd)
+    assert plain.stride() == token_major(1, 4, 6, 8, like=rows).stride() and is_token_major(plain)
+    assert plain.equal(query) and plain.data_ptr() == rows.data_ptr()
+    shifted = torch.randn(2, 6, 4, 8).transpose(1, 2)[1:]
+    shifted = shifted.view_as(shifted)
+    assert plain_batch(shifted).equal(shifted)
+    for same in (query, rows, torch.randn(2, 4, 6, 8), torch.randn(1, 4, 0, 8), rows[:0]):
+        assert plain_batch(same) is same
