@@ -101,9 +101,6 @@ class TravellingGradient:
             self._work = self._ring.shift(send, receive)
         self._hop += 1
 
-    def give_up(self) -> None:
-        """Nothing to do after an error."""
-
     def wide_views(self) -> tuple[Tensor, Tensor]:
         """dK and dV as summed so far, wide, token-major views of one buffer."""
         return self._pair.views(self._buffer(), self._length(self._rank))

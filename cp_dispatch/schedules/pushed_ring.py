@@ -48,6 +48,18 @@ class _Hops:
         return bool(self.geometry.tiles(rank, owner))
 
 
+def give_up(keys: PushedShards, shares: ReturnedShares | None) -> None:
+    """After an error on this rank let no other wait, nor a flag stay raised for the next call: go
+    through the hops that are left, with the keys and without shares."""
+    if shares is not None:
+        shares.skip()
+    while keys.hop < keys.world_size:
+        with keys.moving_on():
+            pass
+        if shares is not None:
+            shares.skip()
+
+
 class PushedShards(_Hops):
     """As :class:`~cp_dispatch.schedules.ring.TravellingKeys`."""
 
@@ -126,40 +138,48 @@ class ReturnedShares(_Hops):
 
     def pass_on(self) -> None:
         """Start sending this hop's shares to the keys' owner, while that of another comes."""
-        hop, self.hop = self.hop, self.hop + 1
-        shares, self._shares = self._shares, []
+        hop, shares, self._shares = self.hop, self._shares, []
         if hop == 0:
             self._add(shares)
+            self.hop = 1
             return
-        owner, reader = self.before(hop), self.after(hop)
-        going = [owner] if self._places(self.rank, owner) else []
-        coming = [reader] if self._places(reader, self.rank) else []
-        if not going and not coming:
-            self._open(hop + 1)
-            return
+        going, coming = self._moves(hop)
         targets, sources = [], []
         if going:
-            (start, length), sent = self._one(shares, owner)
+            (owner,) = going
+            (_, length), sent = self._one(shares, owner)
             targets = [x.transpose(1, 2) for x in self._room(owner, hop, length)]
             sources = rows_for(sent)
-        self._opened = None
-        self.box.push(targets, sources, going, coming)
+        if going or coming:
+            self.box.push(targets, sources, going, coming)
+            self._wait = True
+        self.hop = hop + 1
         if coming:
-            start, length = self._window(reader, self.rank)
+            start, length = self._window(coming[0], self.rank)
             self._arrived = (*self._room(self.rank, hop, length), start)
-        self._wait = True
         self._open(hop + 1)
 
-    def give_up(self) -> None:
-        """After an error of all ranks alike, leave no flag for the next call to stumble over."""
-        hop = self._opened
-        if hop is None or hop >= self.world_size:
+    def skip(self) -> None:
+        """After an error, instead of :meth:`pass_on`: flags alone."""
+        hop = self.hop
+        if hop == self.world_size:
             return
+        if hop:
+            going, coming = self._moves(hop)
+            if going or coming:
+                self.box.push([], [], going, coming)
+                self.box.wait()
+            self._open(hop + 1)
+        self.hop = hop + 1
+        if self.hop == self.world_size:
+            self.box.release()
+
+    def _moves(self, hop: int) -> tuple[list[int], list[int]]:
+        """Whom this rank sends shares to at a hop, and who sends it some."""
         owner, reader = self.before(hop), self.after(hop)
         going = [owner] if self._places(self.rank, owner) else []
         coming = [reader] if self._places(reader, self.rank) else []
-        self.box.push([], [], going, coming)
-        self.box.wait()
+        return going, coming
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, in their dtype, token-major."""
@@ -172,7 +192,6 @@ class ReturnedShares(_Hops):
         )
 
     _wait = False
-    _opened: int | None = None  # the hop at which this rank's room is written next
 
     def _collect(self) -> None:
         if self._wait:
@@ -199,7 +218,6 @@ class ReturnedShares(_Hops):
     def _open(self, hop: int) -> None:
         """Let the rank that sends at a hop write where that hop's share goes: what was there has
         been added before."""
-        self._opened = hop
         if hop < self.world_size and self._places(self.after(hop), self.rank):
             self.box.open([self.after(hop)])
 

@@ -5,6 +5,7 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the r
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -19,7 +20,7 @@ from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
 from tests.distributed.rooms import Box, Rooms
-from tests.distributed.sharded import run_sharded
+from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
 
@@ -205,6 +206,50 @@ def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeyp
             if layout is None:
                 alone = one_device(problem, tensors, "cpu_flash")
                 check(got, exact(problem, tensors), alone)
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [None, "head-tail", "documents"])
+@pytest.mark.parametrize("failing", [(1,), (3,), (0, 2), (0, 1, 2, 3)], ids=str)
+def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, kind, name):
+    """On some ranks, at other tiles on each."""
+    problem = Problem(heads=2, length=64, dim=16, causal=True)
+    tensors, method = problem.tensors(), getattr(CpuFlash, name)
+    layout = balancers(64, 4, 1)[kind] if kind else None
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+    calls, barrier = threading.local(), threading.Barrier(4)
+
+    def fail(*args, **kwargs):
+        calls.left = getattr(calls, "left", -1) - 1
+        if calls.left == -1:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, name, fail)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        for first in range(4):
+            # In natural order the first rank has a single tile.
+            fails = rank in failing and (kind is not None or first <= rank)
+            calls.left = first if fails else -1
+            with cp_dispatch.enabled(schedule="natural_ring", layout=layout):
+                shards = [distribute(x, mesh, (Shard(2),)) for x in tensors]
+                inputs = [x.requires_grad_() for x in shards[:3]]
+                with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
+                    output = problem.attend(*inputs)
+                    if name == "backward":
+                        torch.autograd.grad(output, inputs, shards[3])
+            barrier.wait()
+            rooms.assert_all_is_quiet()
+            barrier.wait()
+        if layout is None:
+            with cp_dispatch.enabled(schedule="natural_ring"):
+                check(run_sharded(problem, tensors, mesh), want, alone)
 
     with only("cpu_flash"):
         run_threads(4, rank_body)
