@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import dtensor_spec, is_tracing, size_hint
+from cp_dispatch.bounded import keep
 from cp_dispatch.call import Call
 from cp_dispatch.choose import LocalCall, Mask, choose_backend, sdp_flags
 from cp_dispatch.layout_rules import layout_refusals, mask_order
@@ -36,9 +37,7 @@ def make_plan(options: Options | None, call: Call) -> Plan:
             return in_words(plan, call)
         _tell(plan, call)
         if key is not None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            keep(_plans, key, plan, _MAX_PLANS)
     return plan
 
 

@@ -31,6 +31,7 @@ from cp_dispatch._compat import (
     profiler_is_on,
 )
 from cp_dispatch.backends import BACKENDS
+from cp_dispatch.bounded import keep
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.kernels import Repeated
 from cp_dispatch.ops import backward_op
@@ -75,9 +76,8 @@ def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) ->
         or not _are_plain_dtensors(output, logsumexp)
     ):
         return
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    _known[slot] = Prepared(plan.backend, mesh, arguments, output, logsumexp)
+    prepared = Prepared(plan.backend, mesh, arguments, output, logsumexp)
+    keep(_known, slot, prepared, _MAX_KNOWN)
 
 
 def _are_plain_dtensors(*tensors) -> bool:
@@ -128,9 +128,8 @@ class Prepared:
                 grad_output, *saved, *self._arguments, key_grad, False
             )
             if slot is not None and _are_plain_dtensors(*grads[:3]):
-                if len(self._gradients) >= _MAX_GRADIENTS:
-                    self._gradients.clear()
-                self._gradients[slot] = tuple(map(dtensor_spec, grads[:3]))
+                specs = tuple(map(dtensor_spec, grads[:3]))
+                keep(self._gradients, slot, specs, _MAX_GRADIENTS)
             return grads[:3]
         own = [local_tensor(x) for x in (grad_output, *saved)]
         with below_autograd(), self._range("_backward"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from cp_dispatch._compat import Unflatten, dispatch_modes_are_on, dress, dtensor_spec
+from cp_dispatch.bounded import keep
 
 _MOST = 256
 _unflatten = Unflatten()
@@ -37,12 +38,11 @@ def install() -> None:
         ):
             return dress(local, known[4], known[5])
         made = make(inner_tensors, description, outer_size, outer_stride)
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[id(description)] = (
+        found = (
             description, outer_size, outer_stride, inner_tensors.get("device_mesh"),
             dtensor_spec(made), made.requires_grad,
         )  # fmt: skip
+        keep(_known, id(description), found, _MOST)
         return made
 
     _unflatten.put(unflatten)

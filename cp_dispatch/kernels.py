@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cp_dispatch import recomputed
 from cp_dispatch._compat import profiler_is_on, resolve_group
+from cp_dispatch.bounded import keep
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import from_text
@@ -53,9 +54,8 @@ def job_of(
             backend, query, group, None, None, origin, is_causal, scale,
             query_length, key_length, schedule, ring_shape, layout, mask_order,
         )  # fmt: skip
-        if len(_jobs) >= _MAX_JOBS:
-            _jobs.clear()
-        known = _jobs[key] = group, job
+        known = group, job
+        keep(_jobs, key, known, _MAX_JOBS)
     return known[1], SCHEDULES[schedule]
 
 

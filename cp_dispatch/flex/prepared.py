@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import view_of
+from cp_dispatch.bounded import keep
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
 from cp_dispatch.flex.rows import Pairs, copies
@@ -63,9 +64,7 @@ def _keep(way: _Way, exchange: Exchange, *tensors: Tensor) -> None:
         return
     box.forget_many(MOST_VIEWS)
     box.views["way", exchange, kind] = way
-    if len(exchange.ways) >= _MOST_WAYS:
-        exchange.ways.clear()
-    exchange.ways[kind] = weakref.ref(way)
+    keep(exchange.ways, kind, weakref.ref(way), _MOST_WAYS)
 
 
 def _kind(group, tensors: Sequence[Tensor]) -> tuple:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
+from cp_dispatch.bounded import keep
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options
@@ -82,9 +83,7 @@ def known_plan(options: Options, call: VarlenCall) -> VarlenPlan:
     if plan is None:
         plan = make_plan(options, call)
         if plan.handler != "refused":
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            keep(_plans, key, plan, _MOST_PLANS)
     return plan
 
 
