@@ -158,10 +158,10 @@ class Repeated:
         group = resolve_group(self._group_name) if self._group_name else None
         # Names repeat after destroy_process_group, and in threads.
         if self._job is None or group is not self._group:
-            self._group = group
             self._job, self._schedule = job_of(self._backend, query, *self._arguments)
             make = getattr(self._schedule, "KnownCalls", None)
             self._known = make(self._job) if make is not None and self._job.ring else None
+            self._group = group  # last: another thread, or a call after an error, looks at it
         return None if profiler_is_on() else self._known
 
 

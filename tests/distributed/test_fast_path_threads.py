@@ -4,6 +4,7 @@ nothing has changed."""
 from __future__ import annotations
 
 import threading
+import types
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import dispatch, fast_path
+from cp_dispatch import dispatch, fast_path, kernels
 from cp_dispatch.kernels import Repeated
 from tests.distributed.reference import Problem
 from tests.distributed.sharded import distribute, run_sharded
@@ -262,3 +263,26 @@ def test_equal_meshes_do_not_share(monkeypatch):
 
     with cp_dispatch.enabled(schedule="natural_ring"):
         on_ranks(body, 2)
+
+
+def test_after_an_error_no_job_of_an_earlier_group_answers(monkeypatch):
+    """Names of groups repeat; what could not be looked up for the new one is looked up again."""
+    found = types.SimpleNamespace(group="first")
+
+    def job_of(*_):
+        if found.group == "broken":
+            raise RuntimeError("no communicator")
+        return types.SimpleNamespace(group=found.group, ring=None), None
+
+    monkeypatch.setattr(kernels, "resolve_group", lambda name: found.group)
+    monkeypatch.setattr(kernels, "job_of", job_of)
+    repeated = Repeated(None, ("name", "", None))
+    repeated._find(torch.zeros(1))
+    assert repeated._job.group == "first"
+    found.group = "broken"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no communicator"):
+            repeated._find(torch.zeros(1))
+    found.group = "second"
+    repeated._find(torch.zeros(1))
+    assert repeated._job.group == "second"
