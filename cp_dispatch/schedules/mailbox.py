@@ -29,36 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
 from cp_dispatch._compat import current_raw_stream, symmetric_memory
+from cp_dispatch.schedules.copy_ops import join_streams, push_rows, push_slabs, raise_flags
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
 
 T = TypeVar("T")
-
-library = torch.library.Library("cp_dispatch", "FRAGMENT")
-# ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
-# of int32 of any GPU. Only ever called inside of ops.
-for _schema in (
-    # After what the current stream has queued, put 1 in each flag.
-    "raise_flags(Tensor here, int[] flags, int stream) -> ()",
-    # If the side waits, after what the current stream has queued: put 1 in flags, wait until each
-    # of the next is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1
-    # in flags and take others. If asked for, let the current stream wait for all that.
-    "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
-    " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits,"
-    " bool then_wait=False) -> ()",
-    # The same with rows of sources (B, S, ...); for each copy what :meth:`Mailbox.move` gives.
-    "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
-    " int[] raise_then, int[] take_last, int stream, bool side_waits, bool then_wait=False) -> ()",
-    # Let the stream wait for the current one, or the other way round.
-    "join_streams(Tensor here, int stream, bool side_waits) -> ()",
-):
-    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-_raise_flags = torch.ops.cp_dispatch.raise_flags.default
-_push_slabs = torch.ops.cp_dispatch.push_slabs.default
-_push_rows = torch.ops.cp_dispatch.push_rows.default
-_join_streams = torch.ops.cp_dispatch.join_streams.default
 
 #: Bytes of the flags, ahead of the room.
 _HEADER = 4096
@@ -123,7 +98,7 @@ class Mailbox:
             self.is_in_a_graph = True
         self._is_quiet = False
         flags = self._there[_FREE]
-        _raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
+        raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
     def push(
         self,
@@ -142,7 +117,7 @@ class Mailbox:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
         self._is_quiet = False
-        _push_slabs(
+        push_slabs(
             targets, sources, self._own, (), _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
             not ready_at_open,
@@ -175,7 +150,7 @@ class Mailbox:
         if opens_too is not None:
             raise_first = [*raise_first, *opens_too._all[0][_FREE]]
             opens_too._is_quiet = False
-        _push_rows(
+        push_rows(
             sources, self._own, moves, raise_first, here[_FREE] if first else (),
             there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
             not ready_at_open, then_wait,
@@ -199,7 +174,7 @@ class Mailbox:
         there, here = self._all
         if opens and torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
-        _push_slabs(
+        push_slabs(
             targets, sources, self._own, there[_FREE] if opens else (),
             here[_FREE] if first else (), there[_FULL] if last else (),
             here[_FULL] if last else (), self._stream, opens, then_wait,
@@ -208,7 +183,7 @@ class Mailbox:
 
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
-        _join_streams(self._own, self._stream, False)
+        join_streams(self._own, self._stream, False)
         self._reading = None
         self._is_quiet = on_default_stream(self.device)
 
@@ -232,7 +207,7 @@ class Mailbox:
 
     def release(self) -> None:
         """What lies here has been read once the current stream gets to this point."""
-        _join_streams(self._own, self._stream, True)
+        join_streams(self._own, self._stream, True)
 
 
 _FREE, _FULL = 0, 1

@@ -64,13 +64,13 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     box._side, box.is_in_a_graph, current = mock.Mock(), False, 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
-    for name in ("_raise_flags", "_push_slabs", "_push_rows", "_join_streams"):
+    for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def waits() -> bool:
         log.clear()
         box.wait_for_readers()
-        return log == ["_join_streams"]
+        return log == ["join_streams"]
 
     queue = [
         lambda: box.open(),

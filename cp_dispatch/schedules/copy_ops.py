@@ -1,0 +1,33 @@
+"""The ops by which streams copy to other GPUs and tell each other so (``csrc/peers_cuda.cu``); see
+:mod:`cp_dispatch.schedules.mailbox` for the protocol."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
+
+library = torch.library.Library("cp_dispatch", "FRAGMENT")
+# ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
+# of int32 of any GPU. Only ever called inside of ops.
+for _schema in (
+    # After what the current stream has queued, put 1 in each flag.
+    "raise_flags(Tensor here, int[] flags, int stream) -> ()",
+    # If the side waits, after what the current stream has queued: put 1 in flags, wait until each
+    # of the next is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1
+    # in flags and take others. If asked for, let the current stream wait for all that.
+    "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
+    " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits,"
+    " bool then_wait=False) -> ()",
+    # The same with rows of sources (B, S, ...); for each copy what ``Mailbox.move`` gives.
+    "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
+    " int[] raise_then, int[] take_last, int stream, bool side_waits, bool then_wait=False) -> ()",
+    # Let the stream wait for the current one, or the other way round.
+    "join_streams(Tensor here, int stream, bool side_waits) -> ()",
+):
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+raise_flags = torch.ops.cp_dispatch.raise_flags.default
+push_slabs = torch.ops.cp_dispatch.push_slabs.default
+push_rows = torch.ops.cp_dispatch.push_rows.default
+join_streams = torch.ops.cp_dispatch.join_streams.default
