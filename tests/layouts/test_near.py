@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, ContextParallelError
-from cp_dispatch.layouts import block_balanced, from_text
-from cp_dispatch.layouts.block_balanced import _even_out
+from cp_dispatch.layouts import deal_blocks, from_text
+from cp_dispatch.layouts.deal_blocks import _even_out
 from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from tests.layouts.test_balancers import owners, random_documents
 
@@ -265,19 +265,19 @@ def test_numbers_of_all_sizes():
 def test_long_sequences_are_dealt_out_quickly(monkeypatch):
     """Swaps that are none too large are found without a search, and searches end."""
     looks = 0
-    search = block_balanced._best_swap
+    search = deal_blocks._best_swap
 
     def counted(heavy, *args):
         nonlocal looks
         looks += len(heavy)
         return search(heavy, *args)
 
-    monkeypatch.setattr(block_balanced, "_best_swap", counted)
+    monkeypatch.setattr(deal_blocks, "_best_swap", counted)
     each, world_size = 512, 8
     balancer = BlockBalanced(range(1, each * world_size + 1), world_size, 1, near=True)
     assert balancer.imbalance() <= 1.01 and looks < 2**17, looks
     looks = 0
-    monkeypatch.setattr(block_balanced, "_MOST_LOOKS", 2**14)
+    monkeypatch.setattr(deal_blocks, "_MOST_LOOKS", 2**14)
     rng = random.Random(5)
     work = [rng.random() ** -1.5 for _ in range(each * world_size)]
     owned = owned_by(BlockBalanced(work, world_size, 1, near=True))
@@ -292,8 +292,8 @@ def test_the_largest_swap_is_the_best(data):
     numbers = st.lists(st.integers(0, 12) | st.floats(0, 12), min_size=1, max_size=6)
     heavy, light = (sorted((x, i) for i, x in enumerate(data.draw(numbers))) for _ in range(2))
     gap = data.draw(st.integers(1, 60))
-    found = block_balanced._largest_swap(heavy, light, gap)
-    assert found is None or found == block_balanced._best_swap(heavy, light, gap)
+    found = deal_blocks._largest_swap(heavy, light, gap)
+    assert found is None or found == deal_blocks._best_swap(heavy, light, gap)
 
 
 def test_rows_of_a_batch_even_each_other_out():
@@ -302,3 +302,10 @@ def test_rows_of_a_batch_even_each_other_out():
     assert balancer.imbalance() <= 1.01
     balancer = BlockBalanced([[3, 1], [1, 3]], 2, 1, near=True)
     assert balancer.work(0) == balancer.work(1) == 4
+
+
+def test_rows_of_their_own_are_evened_out_together():
+    """Three blocks a rank, for which each row alone comes out near enough, and both do not."""
+    first = [1] * 6 + [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 1, 2, 3, 1, 2, 3]
+    second = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1, 2, 1]
+    assert BlockBalanced([first, second], 8, 1, near=True).imbalance() <= 1.01
