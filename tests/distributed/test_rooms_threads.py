@@ -213,13 +213,14 @@ def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeyp
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
-@pytest.mark.parametrize("kind", [None, "head-tail", "documents"])
+@pytest.mark.parametrize("kind", [None, "mirrored", "head-tail", "documents"])
 @pytest.mark.parametrize("failing", [(1,), (3,), (0, 2), (0, 1, 2, 3)], ids=str)
 def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, kind, name):
     """On some ranks, at other tiles on each."""
     problem = Problem(heads=2, length=64, dim=16, causal=True)
     tensors, method = problem.tensors(), getattr(CpuFlash, name)
-    layout = balancers(64, 4, 1)[kind] if kind else None
+    schedule = "mirrored_ring" if kind == "mirrored" else "natural_ring"
+    layout = balancers(64, 4, 1).get(kind)
     want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
     calls, barrier = threading.local(), threading.Barrier(4)
 
@@ -237,7 +238,7 @@ def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, 
             # In natural order the first rank has a single tile.
             fails = rank in failing and (kind is not None or first <= rank)
             calls.left = first if fails else -1
-            with cp_dispatch.enabled(schedule="natural_ring", layout=layout):
+            with cp_dispatch.enabled(schedule=schedule, layout=layout):
                 shards = [distribute(x, mesh, (Shard(2),)) for x in tensors]
                 inputs = [x.requires_grad_() for x in shards[:3]]
                 with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
@@ -248,7 +249,7 @@ def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, 
             rooms.assert_all_is_quiet()
             barrier.wait()
         if layout is None:
-            with cp_dispatch.enabled(schedule="natural_ring"):
+            with cp_dispatch.enabled(schedule=schedule):
                 check(run_sharded(problem, tensors, mesh), want, alone)
 
     with only("cpu_flash"):
