@@ -189,13 +189,8 @@ def pack(blocks: Blocks) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, shapes) -> Blocks:
-    """Views of what :func:`pack` made."""
-    return Blocks(*views(packed, shapes))
-
-
-def views(packed: Tensor, shapes) -> list[Tensor | None]:
-    """As :func:`unpack`, with what was put after it."""
+def unpack(packed: Tensor, shapes) -> list[Tensor | None]:
+    """Views of what :func:`pack` made, and of what was put after it."""
     fields, start = [], 0
     for shape in shapes:
         if shape is None:

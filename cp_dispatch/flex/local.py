@@ -16,7 +16,7 @@ from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall
-from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, views
+from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
 from cp_dispatch.flex.ownership import Ownership, ownership
@@ -199,7 +199,7 @@ class LocalFlex:
         if order:
             lanes, rows = self.place.table_lanes, self.queries.rows(self.rank)
             shapes.append((lanes, rows) if lanes > 1 else (rows,))
-        parts = apart(views(packed, shapes))
+        parts = apart(unpack(packed, shapes))
         return Blocks(*parts[:8]), parts[8] if order else None
 
     # -- The mods ---------------------------------------------------------------------------

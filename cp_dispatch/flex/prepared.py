@@ -28,7 +28,7 @@ from cp_dispatch.rows import copy_rows, sum_rows
 #: For each exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
 
-#: Bytes of a rank's keys and values whose copy takes longer than the host for a launch more.
+#: Bytes of a rank's keys and values whose copy should take longer than the host for a launch more.
 LONG_COPY = 2**26
 
 #: The number of a tensor among those of a call, then size, strides and offset of a view of it.

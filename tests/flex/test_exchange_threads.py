@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex import exchange, hops, prepared
-from cp_dispatch.flex.cut import dense, unpack
+from cp_dispatch.flex.cut import Blocks, dense, unpack
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.mask_job import MaskJob
@@ -152,7 +152,7 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
 def listed_blocks(arguments) -> torch.Tensor:
     """``(B or 1, key blocks)``: those that some row and head of the rank's mask computes."""
     job = MaskJob(*arguments)
-    own = unpack(OPS.flex_cut(*arguments, -1, False), job.packed_shapes(-1))
+    own = Blocks(*unpack(OPS.flex_cut(*arguments, -1, False), job.packed_shapes(-1)))
     columns = int(job.columns)
     table = dense(own.kv_num, own.kv_indices, columns)
     if own.full_kv_num is not None:
