@@ -21,8 +21,9 @@ from torch import Tensor
 from cp_dispatch.flex.cut import FULL, PARTIAL
 from cp_dispatch.layouts import Span
 
-# With more pieces than this a kernel reads positions from a table instead.
-_MAX_PIECES = 4
+# With more pieces than this a kernel reads positions from a table instead, which takes a backward
+# 7% longer (7 pieces, documents, H200).
+_MAX_PIECES = 16
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,12 @@ def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
         "near blocks": lambda: BlockBalanced(problem.block_mask(mods, "cpu"), ranks, near=True),
     }[kind]()
     judge(env, problem, layout=layout, **how)
+
+
+def by_table(env: Env, **how) -> None:
+    """A layout whose rows have too many runs for a graph's constants."""
+    with mock.patch("cp_dispatch.flex.mods._MAX_PIECES", 0):
+        laid_out(env, **how)
 
 
 def two_dims(env: Env, problem: FlexProblem, placements, **how) -> None:
@@ -385,6 +392,8 @@ for _kind in ("head-tail", "documents", "documents of each row"):
 _case("layout blocks", laid_out, (2,), problem=FlexProblem("prefix", 512), kind="blocks")
 _case("layout near blocks", laid_out, (2,), kind="near blocks",
       problem=FlexProblem("documents", 512, block=32))  # fmt: skip
+_case("layout blocks by a table", by_table, (2,), kind="blocks",
+      problem=FlexProblem("relative bias", 256, block=32))  # fmt: skip
 _case("gather even", judge, (4,), problem=FlexProblem("causal", 256), schedule="gather")
 _case("gather in a layout", laid_out, (3,), problem=FlexProblem("causal", 250), kind="head-tail",
       schedule="gather")  # fmt: skip
