@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
 from tests.distributed.calls import only
-from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.reference import Mask, Problem, check, exact, one_device
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
@@ -153,6 +153,20 @@ def test_partial_query_is_summed(names):
         check([x.full_tensor().detach() for x in (output, *grads)], want, single)
 
     run_threads(2 ** (len(others) + 1), rank_body)
+
+
+def test_later_calls_over_several_mesh_dims_find_the_group_of_the_first():
+    """Each rank its own, made with the others: one that made another waited for them for ever."""
+    problem = Problem(length=66, mask=Mask())  # with a mask every call asks for the group
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for _ in range(3):
+            check(run_sharded(problem, tensors, mesh, placed("cp cp")), want, single)
+
+    run_threads(4, rank_body, timeout=20)
 
 
 def test_mesh_of_one_rank():
