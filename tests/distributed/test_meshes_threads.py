@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
@@ -172,6 +172,25 @@ def test_later_calls_over_several_mesh_dims_find_the_group_of_the_first():
 def test_mesh_of_one_rank():
     mesh_matches(Problem(causal=True, key_heads=2), (1,), placed("cp"))
     mesh_matches(Problem(causal=True, length=65), (1, 2), placed("cp dp"))
+
+
+def test_ranks_outside_of_the_mesh_take_the_same_steps():
+    problem = Problem(length=66, mask=Mask(shape="bhqk", dtype=None, needs_grad=True))
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, "math")
+
+    def rank_body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [0, 1, 2])
+        inputs = [distribute(x, mesh, placed("cp")).requires_grad_() for x in tensors[:3]]
+        bias = distribute(problem.attn_mask().detach(), mesh, placed("rep")).requires_grad_()
+        output = problem.attend(*inputs, bias)
+        output.backward(distribute(tensors[3], mesh, placed("cp")))
+        got = [output, *(x.grad for x in (*inputs, bias))]
+        assert [x.placements for x in got] == [tuple(placed("cp"))] * 4 + [tuple(placed("rep"))]
+        if rank < 3:
+            check([x.full_tensor().detach() for x in got], want, single)
+
+    run_threads(4, rank_body)
 
 
 def test_sub_mesh_of_a_larger_mesh():
