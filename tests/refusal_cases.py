@@ -127,6 +127,10 @@ ONE_DIM = {
         lambda m: arguments(m, query=(2, 8, 64, 32)),
         [("head dims differ: query 32, key 16", "")],
     ),
+    "no head dim": (
+        lambda m: arguments(m, (2, 8, 64, 0), (2, 8, 64, 0), value=(2, 8, 64, 16)),
+        [("the head dim of query and key is 0", "give them one")],
+    ),
     "enable_gqa": (
         lambda m: arguments(m, enable_gqa=False),
         [("query has 8 heads, key 2, and enable_gqa is False", "pass enable_gqa=True")],
