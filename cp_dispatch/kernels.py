@@ -143,11 +143,10 @@ class Repeated:
         known = self._find(query)
         if known is None:
             return run_forward(self._job, self._schedule, query, key, value)
-        tensors = plain_batch(query), plain_batch(key), plain_batch(value)
-        results = known.forward(*tensors)
+        results = known.forward(query, key, value)
         if results is None:
-            results = run_forward(self._job, self._schedule, *tensors)
-            known.learn_forward(*tensors)
+            results = run_forward(self._job, self._schedule, query, key, value)
+            known.learn_forward(query, key, value)
         else:
             recomputed.note(results[1], self._layout)
         return results
@@ -160,7 +159,6 @@ class Repeated:
         tensors = grad_output, query, key, value, output, logsumexp
         if known is not None:
             recomputed.check(logsumexp, self._layout)
-            tensors = *map(plain_batch, tensors[:5]), logsumexp
             grads = known.backward(*tensors)
             if grads is not None:
                 return grads

@@ -5,11 +5,13 @@
 namespace cp_dispatch {
 namespace {
 
-constexpr int kMaxParts = 48;  // as many as fit in a kernel's arguments
+// Kernels' arguments hold so many parts of one sum, or of each of several sums.
+constexpr int kMaxParts = 48, kFewParts = 8, kMaxSums = 8;
 
+template <int kParts>
 struct Sum {
-  const void* parts[kMaxParts];
-  int64_t at[kMaxParts][3];  // strides in elements, innermost loop of the target first
+  const void* parts[kParts];
+  int64_t at[kParts][3];  // strides in elements, innermost loop of the target first
   void* out;
   int64_t at_out[3];
   Divider size[2];
@@ -17,8 +19,16 @@ struct Sum {
   int count, dim, columns_log2;
 };
 
-template <typename T, typename Out, typename Acc, int N>
-__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const __grid_constant__ Sum s) {
+template <int kParts, int kSums>
+struct Sums {
+  Sum<kParts> sums[kSums];
+};
+
+// A sum for each row of blocks.
+template <typename T, typename Out, typename Acc, int N, int kParts, int kSums>
+__global__ void __launch_bounds__(kThreads)
+    sum_parts_kernel(const __grid_constant__ Sums<kParts, kSums> all) {
+  const Sum<kParts>& s = all.sums[blockIdx.y];
   const int columns = 1 << s.columns_log2;
   const int64_t row =
       int64_t{blockIdx.x} * (kThreads >> s.columns_log2) + (threadIdx.x >> s.columns_log2);
@@ -54,17 +64,58 @@ bool is_packed(const Tensor& tensor, int n) {
   return packed;
 }
 
-template <typename T, typename Out, typename Acc>
-void launch_sum(Sum s, bool packed, cudaStream_t stream) {
+// Which kernel a sum takes.
+struct Kind {
+  int type, type_out;
+  bool packed;
+  bool operator==(const Kind& other) const {
+    return type == other.type && type_out == other.type_out && packed == other.packed;
+  }
+};
+
+template <typename T, typename Out, typename Acc, int kParts, int kSums>
+void launch_typed(Sums<kParts, kSums> all, int count, bool packed, cudaStream_t stream) {
   constexpr int kWide = 16 / sizeof(T);
   const int n = packed ? kWide : 1;
-  while ((n << s.columns_log2) < s.dim && s.columns_log2 < 5) ++s.columns_log2;
-  const int rows = kThreads >> s.columns_log2;
-  const auto blocks = static_cast<uint32_t>((s.rows + rows - 1) / rows);
+  int64_t blocks = 1;
+  for (int i = 0; i < count; ++i) {
+    auto& s = all.sums[i];
+    while ((n << s.columns_log2) < s.dim && s.columns_log2 < 5) ++s.columns_log2;
+    const int rows = kThreads >> s.columns_log2;
+    blocks = std::max(blocks, (s.rows + rows - 1) / rows);
+  }
+  const dim3 grid(static_cast<uint32_t>(blocks), static_cast<uint32_t>(count));
   if (packed) {
-    sum_parts_kernel<T, Out, Acc, kWide><<<blocks, kThreads, 0, stream>>>(s);
+    sum_parts_kernel<T, Out, Acc, kWide, kParts, kSums><<<grid, kThreads, 0, stream>>>(all);
   } else {
-    sum_parts_kernel<T, Out, Acc, 1><<<blocks, kThreads, 0, stream>>>(s);
+    sum_parts_kernel<T, Out, Acc, 1, kParts, kSums><<<grid, kThreads, 0, stream>>>(all);
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <int kParts, int kSums>
+void launch(const Sums<kParts, kSums>& all, int count, const Kind& kind, cudaStream_t stream) {
+  const auto with = [&](auto in, auto out, auto acc) {
+    launch_typed<decltype(in), decltype(out), decltype(acc)>(all, count, kind.packed, stream);
+  };
+  const __nv_bfloat16 bfloat{};
+  const __half half{};
+  switch (kind.type) {
+    case 0:
+      if (kind.type_out == 0) with(bfloat, bfloat, 0.0f);
+      if (kind.type_out == 2) with(bfloat, 0.0f, 0.0f);
+      break;
+    case 1:
+      if (kind.type_out == 1) with(half, half, 0.0f);
+      if (kind.type_out == 2) with(half, 0.0f, 0.0f);
+      break;
+    case 2:
+      if (kind.type_out == 0) with(0.0f, bfloat, 0.0f);
+      if (kind.type_out == 1) with(0.0f, half, 0.0f);
+      if (kind.type_out == 2) with(0.0f, 0.0f, 0.0f);
+      break;
+    default:
+      with(0.0, 0.0, 0.0);
   }
 }
 
@@ -74,8 +125,9 @@ struct Piece {
   const int64_t* parts;
 };
 
-void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out,
-               cudaStream_t stream) {
+// A sum, and which kernel it takes; no rows where there is nothing to write.
+Sum<kMaxParts> sum_of(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out,
+                      Kind& kind) {
   STD_TORCH_CHECK(piece.count <= kMaxParts, "expected up to ", kMaxParts, " parts, got ",
                   piece.count);
   STD_TORCH_CHECK(piece.first >= 0 && piece.rows >= 0 && piece.first + piece.rows <= out.size(2),
@@ -85,7 +137,7 @@ void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out
   STD_TORCH_CHECK(type == type_out || (type == 2 && type_out < 2) || (type < 2 && type_out == 2),
                   "parts must have the dtype of the sum, or of both one be float32, the other of "
                   "16 bits");
-  Sum s{};
+  Sum<kMaxParts> s{};
   int order[] = {0, 1, 2};
   std::stable_sort(order, order + 3, [&](int x, int y) { return out.stride(x) < out.stride(y); });
   const auto item_out = static_cast<int64_t>(out.element_size());
@@ -114,7 +166,7 @@ void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out
   s.out = static_cast<char*>(out.mutable_data_ptr()) + piece.first * out.stride(2) * item_out;
   s.count = static_cast<int>(piece.count), s.dim = static_cast<int>(out.size(3));
   s.rows = out.size(0) * out.size(1) * piece.rows;
-  if (s.rows == 0 || s.dim == 0) return;
+  if (s.rows == 0 || s.dim == 0) return s;
   STD_TORCH_CHECK(s.rows <= INT32_MAX && out.size(3) <= INT32_MAX / 2,
                   "more rows than a launch has: ", s.rows);
   for (int i = 0; i < 3; ++i) {
@@ -122,25 +174,48 @@ void add_piece(const std::vector<Tensor>& parts, const Piece& piece, Tensor& out
     if (i < 2) s.size[i] = Divider(static_cast<uint32_t>(size));
     s.at_out[i] = out.stride(order[i]);
   }
-  switch (type) {
-    case 0:
-      if (type_out == 0) launch_sum<__nv_bfloat16, __nv_bfloat16, float>(s, packed, stream);
-      if (type_out == 2) launch_sum<__nv_bfloat16, float, float>(s, packed, stream);
-      break;
-    case 1:
-      if (type_out == 1) launch_sum<__half, __half, float>(s, packed, stream);
-      if (type_out == 2) launch_sum<__half, float, float>(s, packed, stream);
-      break;
-    case 2:
-      if (type_out == 0) launch_sum<float, __nv_bfloat16, float>(s, packed, stream);
-      if (type_out == 1) launch_sum<float, __half, float>(s, packed, stream);
-      if (type_out == 2) launch_sum<float, float, float>(s, packed, stream);
-      break;
-    default:
-      launch_sum<double, double, double>(s, packed, stream);
-  }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  kind = {type, type_out, packed};
+  return s;
 }
+
+Sum<kFewParts> with_few_parts(const Sum<kMaxParts>& sum) {
+  Sum<kFewParts> few{};
+  std::copy_n(sum.parts, sum.count, few.parts);
+  for (int p = 0; p < sum.count; ++p) std::copy_n(sum.at[p], 3, few.at[p]);
+  few.out = sum.out;
+  std::copy_n(sum.at_out, 3, few.at_out);
+  std::copy_n(sum.size, 2, few.size);
+  few.rows = sum.rows, few.count = sum.count, few.dim = sum.dim;
+  return few;
+}
+
+// Sums of few parts, as many of a kind as a launch takes.
+class Batch {
+ public:
+  explicit Batch(cudaStream_t stream) : stream_(stream) {}
+  void add(const Sum<kMaxParts>& sum, const Kind& kind) {
+    if (sum.rows == 0 || sum.dim == 0) return;
+    if (sum.count > kFewParts) {
+      Sums<kMaxParts, 1> alone{};
+      alone.sums[0] = sum;
+      launch(alone, 1, kind, stream_);
+      return;
+    }
+    if (count_ == kMaxSums || (count_ > 0 && !(kind == kind_))) flush();
+    kind_ = kind;
+    sums_.sums[count_++] = with_few_parts(sum);
+  }
+  void flush() {
+    if (count_ > 0) launch(sums_, count_, kind_, stream_);
+    count_ = 0;
+  }
+
+ private:
+  cudaStream_t stream_;
+  Sums<kFewParts, kMaxSums> sums_{};
+  int count_ = 0;
+  Kind kind_{};
+};
 
 // `pieces` holds for each of them: target, first row, rows, number of parts, and for each part
 // which one and its first row.
@@ -152,6 +227,7 @@ void sum_parts(std::vector<Tensor> parts, std::vector<int64_t> pieces, std::vect
                     "the sums must be (B, H, S, D) with D contiguous, on one GPU");
   }
   const Launch launch(outs[0].get_device_index());
+  Batch batch(launch.stream());
   for (size_t at = 0; at < pieces.size();) {
     STD_TORCH_CHECK(at + 4 <= pieces.size() && pieces[at + 3] >= 0 &&
                         at + 4 + 2 * static_cast<size_t>(pieces[at + 3]) <= pieces.size(),
@@ -164,9 +240,12 @@ void sum_parts(std::vector<Tensor> parts, std::vector<int64_t> pieces, std::vect
     }
     STD_TORCH_CHECK(pieces[at] >= 0 && pieces[at] < static_cast<int64_t>(outs.size()),
                     "no such sum");
-    add_piece(parts, piece, outs[pieces[at]], launch.stream());
+    Kind kind{};
+    const Sum<kMaxParts> sum = sum_of(parts, piece, outs[pieces[at]], kind);
+    batch.add(sum, kind);
     at += 4 + 2 * static_cast<size_t>(piece.count);
   }
+  batch.flush();
 }
 
 }  // namespace

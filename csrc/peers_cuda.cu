@@ -1,6 +1,7 @@
 // Copies to other GPUs and flags between streams of several GPUs, by copy engines and the streams
 // themselves: no kernel, so that attention keeps every SM. Many short copies are one kernel all the
-// same, for each costs the host as much as a launch. See cp_dispatch/schedules/mailbox.py.
+// same, for each costs the host as much as a launch; and flags too where the current stream waits
+// for all that at once. See cp_dispatch/schedules/mailbox.py.
 #include <cuda.h>
 
 #include <algorithm>
@@ -70,6 +71,7 @@ void check(cudaError_t error) {
 
 // Let a stream wait for what is queued in another by now.
 void wait_for(cudaStream_t waiting, cudaStream_t other) {
+  if (waiting == other) return;
   cudaEvent_t event = nullptr;
   check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   const cudaError_t recorded = cudaEventRecord(event, other);
@@ -127,9 +129,8 @@ struct Slabs {
   Slab slabs[kMaxSlabs];
 };
 
-// A slab for each row of blocks, 16 bytes for each thread at a time.
-__global__ void __launch_bounds__(256) copy_kernel(const __grid_constant__ Slabs all) {
-  const Slab& x = all.slabs[blockIdx.y];
+// 16 bytes for each thread at a time.
+__device__ void copy_by_blocks(const Slab& x) {
   const int64_t units = x.bytes / 16;
   for (int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x; i < x.rows * units;
        i += int64_t{gridDim.x} * 256) {
@@ -139,6 +140,70 @@ __global__ void __launch_bounds__(256) copy_kernel(const __grid_constant__ Slabs
   }
 }
 
+// A slab for each row of blocks.
+__global__ void __launch_bounds__(256) copy_kernel(const __grid_constant__ Slabs all) {
+  copy_by_blocks(all.slabs[blockIdx.y]);
+}
+
+constexpr int kMaxFlags = 24;
+
+struct FlagList {
+  uint32_t* flags[kMaxFlags];
+  int count;
+};
+
+struct Exchange {
+  Slabs all;
+  FlagList raise_first, take_first, raise_then, take_last;
+  uint32_t* done;  // blocks of this kernel; 0 before and after it
+};
+
+__device__ void put(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ void wait_until_raised(const uint32_t* flag) {
+  uint32_t found;
+  do {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
+  } while (found != 1);
+}
+
+__device__ void raise_all(const FlagList& list) {
+  for (int i = threadIdx.x; i < list.count; i += blockDim.x) put(list.flags[i], 1);
+}
+
+__device__ void wait_for_all(const FlagList& list) {
+  for (int i = threadIdx.x; i < list.count; i += blockDim.x) wait_until_raised(list.flags[i]);
+  __syncthreads();
+}
+
+__device__ void lower_all(const FlagList& list) {
+  for (int i = threadIdx.x; i < list.count; i += blockDim.x) put(list.flags[i], 0);
+}
+
+// What `push` does on one stream, in one kernel: no block waits for another one of this GPU, and the
+// last one that has copied does what comes after all copies.
+__global__ void __launch_bounds__(256) exchange_kernel(const __grid_constant__ Exchange x) {
+  if (blockIdx.x == 0 && blockIdx.y == 0) raise_all(x.raise_first);
+  wait_for_all(x.take_first);
+  copy_by_blocks(x.all.slabs[blockIdx.y]);
+  __shared__ bool is_last;
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(x.done, 1) == gridDim.x * gridDim.y - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence_system();
+  if (threadIdx.x == 0) *x.done = 0;
+  // Peers raise these again once they have seen that their rooms are full.
+  lower_all(x.take_first);
+  __syncthreads();
+  raise_all(x.raise_then);
+  wait_for_all(x.take_last);
+  lower_all(x.take_last);
+}
+
 bool is_short(const Slab& x) {
   const auto places = reinterpret_cast<uintptr_t>(x.target) |
                       reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
@@ -146,7 +211,7 @@ bool is_short(const Slab& x) {
   return places % 16 == 0 && x.rows * x.bytes <= kShort;
 }
 
-bool are_one_kernel(const std::vector<Slab>& slabs) {
+bool make_one_kernel(const std::vector<Slab>& slabs) {
   return slabs.size() > 2 && std::all_of(slabs.begin(), slabs.end(), is_short);
 }
 
@@ -163,7 +228,11 @@ void copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
 // See cp_dispatch/schedules/mailbox.py for what these do. `here` is a tensor of this GPU, the room
 // where copies to it go; `stream` the handle of the one that carries the copies; flags are addresses
 // of int32.
+constexpr int64_t kCurrent = -1;  // no other stream than the current one
 cudaStream_t handle(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// Of the room's header, its flags ahead of what kernels count in.
+constexpr int64_t kHeader = 4096, kDone = kHeader - sizeof(uint32_t);
 
 bool is_within(const void* place, const Tensor& tensor) {
   const auto start = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -184,16 +253,52 @@ struct Signals {
   const std::vector<int64_t>&raise_first, &take_first, &raise_then, &take_last;
 };
 
+bool fits(const std::vector<int64_t>& flags) { return flags.size() <= kMaxFlags; }
+
+FlagList list_of(const std::vector<int64_t>& flags) {
+  FlagList list{};
+  for (const int64_t flag : flags) list.flags[list.count++] = reinterpret_cast<uint32_t*>(flag);
+  return list;
+}
+
+bool fit_one_kernel(const std::vector<Slab>& slabs, const Signals& signals) {
+  return !slabs.empty() && slabs.size() <= kMaxSlabs &&
+         std::all_of(slabs.begin(), slabs.end(), is_short) && fits(signals.raise_first) &&
+         fits(signals.take_first) && fits(signals.raise_then) && fits(signals.take_last);
+}
+
+void push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
+                    cudaStream_t stream) {
+  STD_TORCH_CHECK(here.numel() * here.element_size() >= kHeader, "a room begins with a header");
+  auto* header = static_cast<char*>(here.mutable_data_ptr());
+  Exchange x{{},
+             list_of(signals.raise_first),
+             list_of(signals.take_first),
+             list_of(signals.raise_then),
+             list_of(signals.take_last),
+             reinterpret_cast<uint32_t*>(header + kDone)};
+  std::copy(slabs.begin(), slabs.end(), x.all.slabs);
+  exchange_kernel<<<dim3(4, static_cast<uint32_t>(slabs.size())), 256, 0, stream>>>(x);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
           int64_t stream, bool side_waits) {
   const Launch launch(here.get_device_index());
+  if (stream == kCurrent) {
+    if (fit_one_kernel(slabs, signals)) {
+      push_by_kernel(slabs, here, signals, launch.stream());
+      return;
+    }
+    stream = reinterpret_cast<int64_t>(launch.stream());
+  }
   if (side_waits) wait_for(handle(stream), launch.stream());
   Flags before, after;
   before.raise(signals.raise_first);
   before.take(signals.take_first);
   before.enqueue(handle(stream));
   after.raise(signals.raise_then);
-  if (are_one_kernel(slabs)) {
+  if (make_one_kernel(slabs)) {
     copy_by_kernel(slabs, handle(stream));
   } else {
     // Peers need not wait for copies within this GPU, which are kernels: they start when attention

@@ -14,7 +14,7 @@ class CpuFlash(Backend):
     devices = ("cpu",)
 
     def _forward(self, query, key, value, bias, causal, scale):
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, causal, attn_mask=_whole(bias, key), scale=scale
         )
 
@@ -24,7 +24,7 @@ class CpuFlash(Backend):
             bias = None if bias is None else bias.float()
             grads = self._backward(*tensors, logsumexp, bias, causal, scale)
             return tuple(x.to(query.dtype) for x in grads)
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad_output, query, key, value, output, logsumexp, 0.0, causal,
             attn_mask=_whole(bias, key), scale=scale,
         )  # fmt: skip

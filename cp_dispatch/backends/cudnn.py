@@ -22,7 +22,7 @@ class Cudnn(Backend):
         single = _single_pair(query, key)
         if single:
             query, causal = _twice(query), False
-        out = aten._scaled_dot_product_cudnn_attention(
+        out = aten._scaled_dot_product_cudnn_attention.default(
             query, key, value, _whole(bias, key), True, 0.0, causal, False, scale=scale
         )
         output, logsumexp = out[0], out[1]
@@ -47,7 +47,7 @@ class Cudnn(Backend):
             logsumexp = logsumexp.unsqueeze(-1)
         # Dropout is off, so the kernel reads no random state.
         unused = query.new_empty((), dtype=torch.int64)
-        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             grad_output, query, key, value, output, logsumexp, unused, unused,
             _whole(bias, key), None, None, query.size(2), key.size(2), 0.0, causal,
             scale=scale,

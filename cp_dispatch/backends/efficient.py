@@ -21,7 +21,7 @@ class Efficient(Backend):
     grouped_heads = False
 
     def _forward(self, query, key, value, bias, causal, scale):
-        out = aten._scaled_dot_product_efficient_attention(
+        out = aten._scaled_dot_product_efficient_attention.default(
             query,
             key,
             value,
@@ -41,7 +41,7 @@ class Efficient(Backend):
         unused = query.new_empty((), dtype=torch.int64)
         bias = _aligned(bias, query, key)
         output = _heads_side_by_side(output)
-        grads = aten._scaled_dot_product_efficient_attention_backward(
+        grads = aten._scaled_dot_product_efficient_attention_backward.default(
             grad_output, query, key, value, bias, output, aligned(logsumexp.contiguous()),
             unused, unused, 0.0, [True, True, True, False], causal,
             scale=scale,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.backends.base import CUDA_GRID, Backend
 from cp_dispatch.merge import is_token_major
 
@@ -24,17 +25,16 @@ class Flash(Backend):
     takes_prefixes = True
 
     def _forward(self, query, key, value, bias, causal, scale):
-        out = aten._scaled_dot_product_flash_attention(
+        out = aten._scaled_dot_product_flash_attention.default(
             query, key, value, 0.0, causal, False, scale=scale
         )
         return out[0], out[1]
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
-        # The kernel takes the logsumexp for contiguous, and reads no random state without dropout.
-        unused = query.new_empty(2, dtype=torch.uint64)
-        return aten._scaled_dot_product_flash_attention_backward(
+        # The kernel takes the logsumexp for contiguous.
+        return aten._scaled_dot_product_flash_attention_backward.default(
             grad_output, query, key, value, output, logsumexp.contiguous(),
-            None, None, query.size(2), key.size(2), 0.0, causal, unused, unused[0],
+            None, None, query.size(2), key.size(2), 0.0, causal, *_no_coins(query.device),
             scale=scale,
         )  # fmt: skip
 
@@ -54,7 +54,7 @@ class Flash(Backend):
             ]
             return tuple(torch.cat(x, 2) for x in zip(*results, strict=True))
         lengths = lengths or _lengths(batch, prefixes, query.device)
-        out, lse, *_ = aten._flash_attention_forward(
+        out, lse, *_ = aten._flash_attention_forward.default(
             *map(_packed, (query, key, value)), *lengths, 0.0, True, False, scale=scale,
         )  # fmt: skip
         out = out.view(batch, length, heads, -1).transpose(1, 2)
@@ -75,15 +75,22 @@ class Flash(Backend):
             ]
             return tuple(torch.cat(x, 2) for x in zip(*results, strict=True))
         *packed, lse = *map(_packed, tensors[:5]), logsumexp.transpose(0, 1).reshape(heads, -1)
-        unused = query.new_empty(2, dtype=torch.uint64)
         lengths = lengths or _lengths(batch, prefixes, query.device)
-        grads = aten._flash_attention_backward(
-            *packed, lse, *lengths, 0.0, True, unused, unused[0], scale=scale,
+        grads = aten._flash_attention_backward.default(
+            *packed, lse, *lengths, 0.0, True, *_no_coins(query.device), scale=scale,
         )  # fmt: skip
         return tuple(
             grad.view(batch, like.size(2), *grad.shape[1:]).transpose(1, 2)
             for grad, like in zip(grads, (query, key, value), strict=True)
         )
+
+
+@functools.cache
+def _no_coins(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The random state of a call without dropout, which the kernel does not read."""
+    with disable_current_modes():
+        state = torch.empty(2, dtype=torch.uint64, device=device)
+        return state, state[0]
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -5,10 +5,14 @@ A carrier moves on the stream on which it is called, but for what it says of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import Pairs
+from cp_dispatch.flex.rows import Pairs, copy_all, rows_of, split_rows
 from cp_dispatch.schedules.comm import Ring
 
 
@@ -18,23 +22,51 @@ class Collectives:
     def __init__(self, exchange: Exchange, ring: Ring):
         self._exchange, self._group = exchange, ring.group
 
-    def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
-        """Where this rank's keys and values of each group are to be put besides the buffers, so
-        that others get them; on the current stream, before :meth:`open`."""
+    def offer(self, key: Tensor, value: Tensor) -> Pairs:
+        """Where this rank's keys and values of a group are to be put besides the buffer, so that
+        others get them; on the current stream."""
         return []
 
-    def open(self) -> None:
-        """All groups are there to be fetched; on the current stream."""
-
-    def fetch(self, group: int, buffer: Tensor) -> None:
+    def fetch(self, buffer: Tensor) -> None:
         """The keys of others that this rank needs to the buffer, which has its own."""
         self._exchange.fetch(self._group, buffer)
 
-    def room(self, group: int, like: Tensor, columns: int) -> Tensor:
-        """Where the group's shares of gradients are to be staged, on the current stream."""
-        shares = self._exchange.shares[self._exchange.rank]
-        return like.new_empty((sum(shares), columns))
+    def put_aside(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """What :meth:`give` needs of ``parts``, the gradients of a group's keys of all positions,
+        which it does not look at; on the current stream."""
+        exchange = self._exchange
+        rows, sums = kept_wide(exchange, parts, grads)
+        shares = exchange.shares[exchange.rank]
+        staged = rows[0].new_empty((sum(shares), sum(x.size(1) for x in rows)))
+        copy_all(exchange.stage(rows, staged))
+        return [staged, *sums]
 
-    def give(self, group: int, staged: Tensor, shards: list[Tensor]) -> None:
-        """Staged shares to their owners; what comes is added to the shards."""
-        self._exchange.give(self._group, staged, shards)
+    def give(self, aside: list[Tensor], grads: Sequence[Tensor]) -> None:
+        """Shares of gradients to their owners; what all ranks computed of this rank's keys to
+        ``grads`` ``(B, H, L, D)``."""
+        staged, *sums = aside
+        self._exchange.give(self._group, staged, [x.flatten(2).flatten(0, 1) for x in sums])
+        finish_wide(sums, grads)
+
+
+def kept_wide(
+    exchange: Exchange, parts: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The parts as rows, and sums for what takers add, with what this rank computed of its own keys
+    ``(lanes, L, B / lanes, H, D)``."""
+    lanes = exchange.keys.lanes
+    rows = [rows_of(x, lanes) for x in parts]
+    sums = []
+    for x in grads:
+        batch, heads, length, dim = x.shape
+        wide = wide_dtype(x.dtype) if exchange.adds_up else x.dtype
+        shape = lanes, length, batch // lanes, heads, dim
+        sums.append(torch.empty(shape, dtype=wide, device=x.device))
+    exchange.keep(rows, [x.flatten(2).flatten(0, 1) for x in sums])
+    return rows, sums
+
+
+def finish_wide(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Round the sums."""
+    for grad, total in zip(grads, sums, strict=True):
+        grad.copy_(split_rows(total, [grad.size(3)])[0])

@@ -46,28 +46,22 @@ def _forget(number: int) -> None:
 class Arrivals:
     """Keys and values of one group of heads after the other on their way to this rank."""
 
-    def __init__(self, ring: Ring):
-        self._ring, self._buffers, self._there = ring, {}, {}
-        self._carrier = None
+    def __init__(self, ring: Ring, carrier):
+        # The carrier's indices are memory of the current stream, and nobody else may hold them.
+        self._ring, self.carrier = ring, carrier
+        self._buffers, self._there = {}, {}
 
-    def start(self, carrier, buffers: list[Tensor]) -> None:
-        """Fill buffers, which have this rank's own rows; their memory is the current stream's."""
-        # Its indices are that too, and nobody else may hold them.
-        self._carrier = carrier
-        carrier.open()
+    def start(self, group: int, buffer: Tensor) -> None:
+        """Fill a buffer, which has this rank's own rows; its memory is the current stream's."""
         with self._ring.after(self._ring.mark()):
-            for group, buffer in enumerate(buffers):
-                carrier.fetch(group, buffer)
-                self._buffers[group] = buffer
-                self._there[group] = self._ring.mark()
+            self.carrier.fetch(buffer)
+            self._buffers[group] = buffer
+            self._there[group] = self._ring.mark()
 
     def take(self, group: int) -> Tensor | None:
         """The keys of a group, for once, when they are there."""
         self._ring.wait(self._there.get(group))
-        buffer = self._buffers.pop(group, None)
-        if not self._buffers:
-            self._carrier = None
-        return buffer
+        return self._buffers.pop(group, None)
 
     def __del__(self):
         # What nobody took goes when the side stream needs it no more.
@@ -79,24 +73,23 @@ class Returns:
     """Gradients of one group of heads after the other on their way to the keys' owners."""
 
     def __init__(self, ring: Ring, grads: tuple[Tensor, Tensor]):
-        self._ring, self._grads, self._held = ring, grads, []
-        self._there = None
+        #: dK and dV of this rank's keys, of all heads.
+        self.grads = grads
+        self._ring, self._held, self._there = ring, [], None
         self.sent = 0
 
-    def start(self, carrier, group: int, staged: Tensor, sums: list[Tensor], finish) -> None:
-        """Send staged shares to owners and add what comes to ``sums``, then ``finish(*grads)``."""
-        shards = [total.flatten(2).flatten(0, 1) for total in sums]
+    def start(self, carrier, aside, grads: list[Tensor]) -> None:
+        """Give what was put aside, and write the sums to a part of ``grads``."""
         with self._ring.after(self._ring.mark()):
-            carrier.give(group, staged, shards)
-            finish(*self._grads)
+            carrier.give(aside, grads)
             self._there = self._ring.mark()
-        self._held += [carrier, staged, *sums]
+        self._held += [carrier, aside]
         self.sent += 1
 
     def take(self) -> tuple[Tensor, Tensor]:
         """dK and dV, whole."""
         self._ring.wait(self._there)
-        grads, self._grads, self._there = self._grads, None, None
+        grads, self.grads, self._there = self.grads, None, None
         self._held.clear()
         self.sent = 0
         return grads

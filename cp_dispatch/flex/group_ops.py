@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import resolve_group
-from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.flight import Arrivals, Returns, find, register, returns_of
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob, exchange_of
 from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define
 from cp_dispatch.flex.pulled import gradients_by, keys_by
-from cp_dispatch.flex.rows import copy_all, rows_of, split_rows
+from cp_dispatch.flex.rows import copy_all
 from cp_dispatch.schedules.comm import Ring
 
 # key, value and the mask's arguments are as in ops.py, of all heads of this rank. groups: how many
@@ -26,6 +25,8 @@ SCHEMAS = (
     f"flex_give(Tensor? token, Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
     f"{MASK}, int groups, int group) -> Tensor",
     f"flex_collect(Tensor token, Tensor key, Tensor value, {MASK}, int groups) -> (Tensor, Tensor)",
+    # Not all parts side by side in a new tensor: they would be held until the last one is there.
+    "flex_put(Tensor(a!) whole, Tensor part, int first) -> ()",
 )
 
 
@@ -35,28 +36,30 @@ def _flex_start(key: Tensor, value: Tensor, *args) -> Tensor:
     job = MaskJob(*mask)
     check_rows(job, key)
     exchange, ring = exchange_of(mask, key.device), _ring(job, key)
-    carrier = keys_by(exchange, ring, key, value, groups)
-    size = key.size(1) // groups
-    parts = list(zip(*(x.split(size, 1) for x in (key, value)), strict=True))
-    buffers = [bring_buffer(job, *part) for part in parts]
-    if fill:
-        for buffer in buffers:
-            buffer.zero_()
-    pairs = carrier.offer(parts)
-    for part, buffer in zip(parts, buffers, strict=True):
-        pairs += exchange.own_places(*part, buffer)
-    copy_all(pairs)
-    flight = Arrivals(ring)
-    flight.start(carrier, buffers)
+    flight = Arrivals(ring, keys_by(exchange, ring, key, value, groups))
+    _set_off(flight, 0, key, value, *mask, groups, fill)
     return register(flight)
 
 
+def _set_off(flight: Arrivals, group: int, key: Tensor, value: Tensor, *args) -> None:
+    *mask, groups, fill = args
+    part = [_heads(x, groups, group) for x in (key, value)]
+    buffer = bring_buffer(MaskJob(*mask), *part)
+    if fill:
+        buffer.zero_()
+    exchange = exchange_of(mask, key.device)
+    copy_all(flight.carrier.offer(*part) + exchange.own_places(*part, buffer))
+    flight.start(group, buffer)
+
+
 def _flex_arrive(token: Tensor, after, key: Tensor, value: Tensor, *args) -> Tensor:
-    """The keys of one group, as ``flex_bring`` gives them."""
+    """The keys of one group, as ``flex_bring`` gives them; the next group's set off."""
     *mask, groups, group, fill = args
     flight = find(token)
     buffer = flight.take(group) if isinstance(flight, Arrivals) else None
     if buffer is not None:
+        if group + 1 < groups:
+            _set_off(flight, group + 1, key, value, *mask, groups, fill)
         return buffer
     part = (_heads(x, groups, group).contiguous() for x in (key, value))
     return torch.ops.cp_dispatch.flex_bring(*part, *mask, fill, False)
@@ -72,26 +75,16 @@ def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -
         flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))
     else:
         flight = returns_of(token, group)
-    lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype
-    batch, _, length, _ = key.shape
-    heads = grad_key.size(1)
-    sums = [
-        x.new_empty((lanes, length, batch // lanes, heads, x.size(3)), dtype=wide)
-        for x in (key, value)
-    ]
-    parts = [rows_of(x, lanes) for x in (grad_key, grad_value)]
-    exchange.keep(parts, [total.flatten(2).flatten(0, 1) for total in sums])
     carrier = gradients_by(exchange, ring, key, value, groups)
-    # A copy: what another stream reads is no memory of a graph.
-    staged = carrier.room(group, parts[0], sum(part.size(1) for part in parts))
-    copy_all(exchange.stage(parts, staged))
-
-    def finish(*grads: Tensor) -> None:
-        for grad, total in zip(grads, sums, strict=True):
-            _heads(grad, groups, group).copy_(split_rows(total, [grad.size(3)])[0])
-
-    flight.start(carrier, group, staged, sums, finish)
+    grads = [_heads(x, groups, group) for x in flight.grads]
+    # Copies: what another stream reads is no memory of a graph.
+    flight.start(carrier, carrier.put_aside((grad_key, grad_value), grads), grads)
     return register(flight)
+
+
+def _flex_put(whole: Tensor, part: Tensor, first: int) -> None:
+    """Write a group's rows to the heads from ``first`` on of all."""
+    whole.narrow(1, first, part.size(1)).copy_(part)
 
 
 def _flex_collect(token: Tensor, key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tensor]:
@@ -128,8 +121,12 @@ def _flex_collect_fake(token, key, value, *args):
     return torch.empty_like(key), torch.empty_like(value)
 
 
+def _flex_put_fake(whole, part, first) -> None:
+    pass
+
+
 define(
     SCHEMAS,
-    (_flex_start, _flex_arrive, _flex_give, _flex_collect),
-    (_flex_start_fake, _flex_arrive_fake, _flex_give_fake, _flex_collect_fake),
+    (_flex_start, _flex_arrive, _flex_give, _flex_collect, _flex_put),
+    (_flex_start_fake, _flex_arrive_fake, _flex_give_fake, _flex_collect_fake, _flex_put_fake),
 )

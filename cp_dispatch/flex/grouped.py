@@ -12,7 +12,7 @@ from cp_dispatch._compat import local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.local import LocalFlex, apart
-from cp_dispatch.flex.results import outlines, zeros_for
+from cp_dispatch.flex.results import outlines, placed_strides, zeros_for
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.layouts import Span
@@ -25,21 +25,24 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
     query = local_tensor(local.call.query)
     buffers = local.buffers()
     mask_mod = local.call.mask.mask_mod
-    token, done, parts = _start(local, backward=False), None, []
+    token, done = _start(local, backward=False), None
+    joined = [_Joined(local.call.query) for _ in range(3)]
     for group, heads in enumerate(spans(query.shape[1], local.plan.groups)):
         key, value = _arrive(local, token, group, done)
         (part,) = apart([query.narrow(1, *heads)])
         if local.is_empty:
-            parts.append(outlines(part, value.shape[3]))
-            continue
-        place = local.place_of(heads)
-        mask = local.mask(place.mask_mod(mask_mod), heads=heads)
-        parts.append(
-            op(part, key, value, place.score_mod(score_mod), mask, scale, kernel_options, *buffers)
-        )
-        # Inductor's kernel for CPU has no logsumexp; there nothing overlaps anyway.
-        done = parts[-1][1] if query.device.type == "cuda" else None
-    return tuple(_join(x, local.call.query) for x in zip(*parts, strict=True))
+            results = outlines(part, value.shape[3])
+        else:
+            place = local.place_of(heads)
+            mask = local.mask(place.mask_mod(mask_mod), heads=heads)
+            results = op(
+                part, key, value, place.score_mod(score_mod), mask, scale, kernel_options, *buffers
+            )
+            # Inductor's kernel for CPU has no logsumexp; there nothing overlaps anyway.
+            done = results[1] if query.device.type == "cuda" else None
+        for whole, x in zip(joined, results, strict=True):
+            whole.put(x)
+    return tuple(whole.take() for whole in joined)
 
 
 def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kernel_options):
@@ -47,7 +50,8 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
     query, key, value = (local_tensor(x) for x in local.call.tensors.values())
     buffers = local.buffers()
     mask_mod = local.call.mask.mask_mod
-    token, given, of_queries = _start(local, backward=True), None, []
+    token, given = _start(local, backward=True), None
+    of_queries = _Joined(local.call.query)
     of_buffers: list[Tensor | None] | None = None
     for group, heads in enumerate(spans(query.shape[1], local.plan.groups)):
         keys = _arrive(local, token, group, given)
@@ -63,7 +67,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
                 None if joint_graph is None else place.joint_graph(joint_graph),
                 local.mask(place.mask_mod(mask_mod), heads=heads), scale, kernel_options, *buffers,
             )  # fmt: skip
-        of_queries.append(grad_query)
+        of_queries.put(grad_query)
         given = _OPS.flex_give(
             given, *grads, key, value, *local.mask_arguments, local.plan.groups, group
         )
@@ -73,7 +77,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
         else:
             of_buffers = [plus(a, b) for a, b in zip(of_buffers, wide, strict=True)]
     grads = _OPS.flex_collect(given, key, value, *local.mask_arguments, local.plan.groups)
-    return _join(of_queries, local.call.query), *grads, of_buffers
+    return of_queries.take(), *grads, of_buffers
 
 
 def _start(local: LocalFlex, backward: bool) -> Tensor:
@@ -99,11 +103,20 @@ def _part(result: Tensor | None, heads: Span) -> Tensor | None:
     return part if part.ndim > 3 else part.contiguous()
 
 
-def _join(parts, like: Tensor) -> Tensor:
-    """Groups of heads side by side, in the order of memory that ``like`` has, so that results are
-    written once."""
-    if parts[0].ndim < 4:
-        return torch.cat(list(parts), 1)
-    order = [*sorted(range(3), key=lambda dim: (-like.stride(dim), dim)), 3]
-    joined = torch.cat([x.permute(order) for x in parts], order.index(1))
-    return joined.permute([order.index(dim) for dim in range(4)])
+class _Joined:
+    """Results of one group of heads after the other, with the strides that one kernel of all heads
+    would be asked for: the order of memory of ``like``, so that they are written once."""
+
+    def __init__(self, like):
+        self._like, self._whole, self._first = like, None, 0
+
+    def put(self, part: Tensor) -> None:
+        if self._whole is None:
+            shape = (part.shape[0], local_tensor(self._like).shape[1], *part.shape[2:])
+            order = self._like.stride() if part.ndim > 3 else range(part.ndim, 0, -1)
+            self._whole = part.new_empty_strided(shape, placed_strides(shape, order))
+        _OPS.flex_put(self._whole, part, self._first)
+        self._first += part.shape[1]
+
+    def take(self) -> Tensor:
+        return self._whole

@@ -12,7 +12,9 @@ own::
 
 What is exposed is the first group's way, and in a backward the last group's way home. Heads have
 nothing to do with each other, so nothing is merged: results are those of one kernel bit by bit, and
-no more bytes travel. All groups but for constants of the mods are the same kernel.
+no more bytes travel. All groups but for constants of the mods are the same kernel. A rank holds the
+keys of two groups at a time, and what others read has room for one: the next group is put there
+when all have read the last.
 
 A graph does not know what its masks will hold, so the number follows from lengths, heads and the
 setting alone. Keys are taken to travel where ``schedule="gather"`` sends them, where there is no

@@ -69,15 +69,17 @@ class FlexPlan(PlanByNeed):
     @property
     def extra_bytes(self) -> tuple[int, int]:
         """Extra memory of a forward and of a backward beside inputs and results: keys and values
-        of all positions, and in a backward their gradients. In a ring, of one rank: what is there
-        and what comes; in a backward also what goes, and sums in float32."""
+        of all positions, and in a backward their gradients; by groups of heads, keys of the group
+        that computes and of the next one, and gradients of one. In a ring, of one rank: what is
+        there and what comes; in a backward also what goes, and sums in float32."""
         if self.schedule not in _WHY or self.world_size == 1:
             return 0, 0
         size = self.key_length * self.key_row_bytes
         if self.schedule == "ring":
             shard = -(-self.key_length // self.world_size) * self.key_row_bytes
             return 2 * shard, 6 * shard
-        return size, 2 * size
+        group = size // self.groups
+        return (size, 2 * size) if self.groups == 1 else (2 * group, 3 * group)
 
     def __str__(self) -> str:
         words = self._words_of_others("flex_attention")

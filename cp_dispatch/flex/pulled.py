@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cp_dispatch.flex.carriers import Collectives
+from cp_dispatch.flex.carriers import Collectives, finish_wide, kept_wide
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.rows import Pairs, copy_all, split_rows
 from cp_dispatch.parts import add_up
@@ -63,7 +63,7 @@ def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> Pulle
 
 
 class _Room:
-    """A mailbox with as many rows for each group of heads; ``box`` is None where there is none."""
+    """A mailbox with rows for one group of heads at a time; ``box`` is None where there is none."""
 
     def __init__(self, exchange, ring: Ring, name: str, key: Tensor, value: Tensor, groups, rows):
         batch, heads, _, dim = key.shape
@@ -71,13 +71,12 @@ class _Room:
         self.dims = dim, value.size(3)
         self.columns = self.shape[1] * self.shape[2] * sum(self.dims)
         self.dtype = key.dtype
-        self._step = -(-rows * self.columns * self.dtype.itemsize // 256) * 256
-        size = groups * self._step
+        size = rows * self.columns * self.dtype.itemsize
         self.box = ring.mailbox(name, size) if size else None
 
-    def rows(self, rank: int, group: int, count: int) -> Tensor:
-        """The first rows ``(count, columns)`` of a group's part of a rank's room."""
-        flat = self.box.at(rank, group * self._step, count * self.columns, self.dtype)
+    def rows(self, rank: int, count: int) -> Tensor:
+        """The first rows ``(count, columns)`` of a rank's room."""
+        flat = self.box.at(rank, 0, count * self.columns, self.dtype)
         return flat.view(count, self.columns)
 
 
@@ -94,21 +93,21 @@ class _Pulled:
         found = self.box.views.get(place)
         if found is None:
             self.box.forget_many(MOST_VIEWS)
-            found = self.box.views[place] = [self._views(group) for group in range(groups)]
-        #: For each group: this rank's rows, and those of others that it reads.
-        self._own, self._there = zip(*found, strict=True)
+            found = self.box.views[place] = self._views()
+        #: This rank's rows, and those of others that it reads.
+        self._own, self._there = found
 
 
 class PulledKeys(_Pulled):
     """As :class:`~cp_dispatch.flex.carriers.Collectives`, for keys."""
 
-    def _views(self, group: int):
+    def _views(self):
         lanes, per_lane, heads = self._room.shape
-        rows = self._room.rows(self._rank, group, self._rows[self._rank])
+        rows = self._room.rows(self._rank, self._rows[self._rank])
         rows = rows.view(lanes, rows.size(0) // lanes, per_lane, heads, sum(self._room.dims))
         there = []
         for owner in self._peers:
-            theirs = self._room.rows(owner, group, self._rows[owner])
+            theirs = self._room.rows(owner, self._rows[owner])
             move = self._exchange.table[owner][self._rank]
             runs = move.shard if self._packs else [(at, count) for at, _, count in move.pieces]
             if lanes == 1:
@@ -120,20 +119,12 @@ class PulledKeys(_Pulled):
     def _packs(self) -> bool:
         return self._groups == 1 and self._exchange.packs
 
-    def offer(self, parts: list[tuple[Tensor, Tensor]]) -> Pairs:
+    def offer(self, key: Tensor, value: Tensor) -> Pairs:
         self.box.wait_for_readers()
-        return [
-            pair
-            for own, part in zip(self._own, parts, strict=True)
-            for pair in self._exchange.offer(own, part)
-        ]
+        return self._exchange.offer(self._own, (key, value))
 
-    def open(self) -> None:
-        self.box.open()
-
-    def fetch(self, group: int, buffer: Tensor) -> None:
-        last = group == self._groups - 1
-        self.box.pull(self._places(buffer), self._there[group], group == 0, last)
+    def fetch(self, buffer: Tensor) -> None:
+        self.box.pull(self._places(buffer), self._there, True, True, opens=True, then_wait=True)
 
     def _places(self, buffer: Tensor) -> list[Tensor]:
         into = buffer.flatten(2).flatten(0, 1)
@@ -165,12 +156,12 @@ class PulledKeys(_Pulled):
         """Of all groups at once: this rank's room for keys and values, what it reads of others,
         and where that goes."""
         places = self._places(buffer) if packed is None else self._places_in(packed)
-        return self._own[0], self._there[0], places
+        return self._own, self._there, places
 
     def bring(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
         """All groups at once to the buffer of a current stream that waits for them."""
         packed = self.packed(buffer)
-        copy_all(self.offer([(key, value)]) + self._exchange.own_places(key, value, buffer))
+        copy_all(self.offer(key, value) + self._exchange.own_places(key, value, buffer))
         _, there, places = self.views_for(buffer, packed)
         self.box.pull(places, there, True, True, opens=True, then_wait=True)
         if packed is not None:
@@ -180,28 +171,52 @@ class PulledKeys(_Pulled):
 class PulledGradients(_Pulled):
     """As :class:`~cp_dispatch.flex.carriers.Collectives`, for gradients."""
 
-    def _views(self, group: int):
+    def _views(self):
         there = []
         for taker in self._peers:
             shares = self._rows[taker]
-            rows = self._room.rows(taker, group, sum(shares))
+            rows = self._room.rows(taker, sum(shares))
             there.append(rows[sum(shares[: self._rank]) :][: shares[self._rank]])
-        return self._room.rows(self._rank, group, sum(self._rows[self._rank])), there
+        return self._room.rows(self._rank, sum(self._rows[self._rank])), there
 
-    def room(self, group: int, like: Tensor, columns: int) -> Tensor:
-        if group == 0:
-            self.box.wait_for_readers()
-        return self._own[group]
+    def put_aside(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        self.box.wait_for_readers()
+        if self._exchange.keys.lanes > 1:
+            rows, sums = kept_wide(self._exchange, parts, grads)
+            copy_all(self._exchange.stage(rows, self._own))
+            return sums
+        sums, copied = self._exchange.sums, self.shares_of(*parts)
+        if sums.by_row is None:
+            copy_all(copied + sums.own_in_place(parts, grads))
+            return []
+        gathered = self._own.new_empty((sums.by_row.rows, self._own.size(1)))
+        copy_all(copied + self.own_into(gathered, *parts))
+        return [gathered]
 
-    def give(self, group: int, staged: Tensor, shards: list[Tensor]) -> None:
-        self._exchange.add(self._pull(group), shards)
+    def give(self, aside: list[Tensor], grads: Sequence[Tensor]) -> None:
+        sums = self._exchange.sums
+        if self._exchange.keys.lanes > 1:
+            shards = [total.flatten(2).flatten(0, 1) for total in aside]
+            self._exchange.add(dict(sorted(zip(self._peers, self._pull(), strict=True))), shards)
+            finish_wide(aside, grads)
+        elif sums.by_row is None:
+            # What lies in place is a part of its own sum.
+            add_up(grads, self.parts(*grads, grads, self._pull()), sums.places_in_place)
+        else:
+            (gathered,) = aside
+            places = self.places(gathered)
+            self.box.pull(places, self._there, True, True, opens=True, then_wait=True)
+            self._sum_by_row(grads, gathered)
 
-    def _pull(self, group: int) -> dict[int, Tensor]:
-        """What each taker has computed of this rank's rows, once the current stream has it."""
-        own, there = self._own[group], self._there[group]
-        came = [own.new_empty(rows.shape) for rows in there]
-        self.box.pull(came, there, True, True, opens=True, then_wait=True)
-        return dict(sorted(zip(self._peers, came, strict=True)))
+    def _pull(self) -> list[Tensor]:
+        """What each peer has computed of this rank's rows, once the current stream has it."""
+        came = [self._own.new_empty(rows.shape) for rows in self._there]
+        self.box.pull(came, self._there, True, True, opens=True, then_wait=True)
+        return came
+
+    def _sum_by_row(self, grads: Sequence[Tensor], gathered: Tensor) -> None:
+        by_row = self._exchange.sums.by_row
+        sum_rows(*self.rows_of(grads, gathered), by_row.order, by_row.offsets, [0, 0])
 
     def bring_back(
         self, grad_key: Tensor, grad_value: Tensor, grads: tuple[Tensor, Tensor]
@@ -210,27 +225,25 @@ class PulledGradients(_Pulled):
         ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
         self.box.wait_for_readers()
         copy_all(self.shares_of(grad_key, grad_value))
-        by_row = self._exchange.sums.by_row
-        if by_row is None:
-            came = self._pull(0)
-            parts = self.parts(grad_key, grad_value, grads, [came[taker] for taker in self._peers])
-            add_up(grads, parts, self._exchange.sums.places)
+        sums = self._exchange.sums
+        if sums.by_row is None:
+            add_up(grads, self.parts(grad_key, grad_value, grads, self._pull()), sums.places)
             return
-        gathered = self._own[0].new_empty((by_row.rows, self._own[0].size(1)))
-        self.box.pull(self.places(gathered), self._there[0], True, True, opens=True)
+        gathered = self._own.new_empty((sums.by_row.rows, self._own.size(1)))
+        self.box.pull(self.places(gathered), self._there, True, True, opens=True)
         copy_all(self.own_into(gathered, grad_key, grad_value))
         self.box.wait()
-        sum_rows(*self.rows_of(grads, gathered), by_row.order, by_row.offsets, [0, 0])
+        self._sum_by_row(grads, gathered)
 
     @property
     def views(self) -> tuple[Tensor, list[Tensor]]:
         """Of all groups at once: this rank's room, and what it reads of others."""
-        return self._own[0], self._there[0]
+        return self._own, self._there
 
     def shares_of(self, grad_key: Tensor, grad_value: Tensor) -> Pairs:
         """Where shares of gradients of others' keys are staged, and they."""
         parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
-        return self._exchange.stage(parts, self._own[0])
+        return self._exchange.stage(parts, self._own)
 
     def parts(self, grad_key, grad_value, grads, came: list[Tensor]) -> tuple[list, list]:
         """Of what dK and dV are the sums, with what came from the peers."""
@@ -246,7 +259,7 @@ class PulledGradients(_Pulled):
 
     def places(self, gathered: Tensor) -> list[Tensor]:
         """Where what the peers computed goes."""
-        by_row, there = self._exchange.sums.by_row, self._there[0]
+        by_row, there = self._exchange.sums.by_row, self._there
         pairs = zip(self._peers, there, strict=True)
         return [by_row.of(taker, gathered, rows.size(0)) for taker, rows in pairs]
 

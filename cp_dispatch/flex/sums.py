@@ -40,6 +40,12 @@ class Sums:
         #: :func:`~cp_dispatch.parts.add_up`: the rank's own lie among all positions, those of a
         #: taker one after the other in ascending order.
         self.places = tuple(places)
+        #: The same where the rank's own rows lie in the shard already.
+        self.places_in_place = (
+            *((start, count, start) for start, _, count in takers[0].pieces),
+            *self.places[len(takers[0].pieces) :],
+        )
+        self._own = takers[0].pieces
         #: How many runs there are of each taker.
         self.counts = {move.taker: len(move.pieces) for move in takers}
         edges = {0, rows}.union(*((start, start + count) for start, count, _ in self.places))
@@ -47,6 +53,15 @@ class Sums:
         self.by_row: RowSums | None = None
         if len(edges) > MOST_STRETCHES + 1 or len(self.places) > MOST_RUNS:
             self.by_row = RowSums(takers, rows, device)
+
+    def own_in_place(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Pairs:
+        """Where in this rank's ``grads`` (B, H, L, D) the rows go that it computed itself, and
+        those of ``parts`` (B, H, positions, D)."""
+        return [
+            (grad.narrow(2, start, count), part.narrow(2, place, count))
+            for grad, part in zip(grads, parts, strict=True)
+            for start, place, count in self._own
+        ]
 
 
 class RowSums:

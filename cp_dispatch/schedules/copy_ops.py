@@ -9,7 +9,9 @@ from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 # ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
-# of int32 of any GPU. Only ever called inside of ops.
+# of int32 of any GPU. Only ever called inside of ops. Pushes with CURRENT for a stream take the
+# current one; where copies are short, they and the flags are one kernel.
+CURRENT = -1
 for _schema in (
     # After what the current stream has queued, put 1 in each flag.
     "raise_flags(Tensor here, int[] flags, int stream) -> ()",

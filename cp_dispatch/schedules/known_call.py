@@ -8,6 +8,9 @@ kernel, and in a backward a push of the shares and a sum.
 Rooms are as they were found at the first call, which all ranks made together. Nothing here makes
 one; where one has been replaced, or a CUDA graph is captured, a call goes the whole way. What one
 rank sends by a known call and another by the whole way is the same.
+
+As nothing overlaps, copies are the default stream's own where that is the current one
+(:meth:`Mailbox.push_here`); from another stream they go by the side stream, as everybody's.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import current_raw_stream
-from cp_dispatch.merge import to_token_major, token_major
+from cp_dispatch.merge import plain_batch, to_token_major, token_major
 from cp_dispatch.parts import way_to_add
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox, can_be_copied, on_default_stream, rows_for
 from cp_dispatch.schedules.prefix_keys import PushedPrefixes, prefix_keys
 from cp_dispatch.schedules.prefix_plan import gradient_parcels, prefixes_of
 
@@ -51,23 +54,22 @@ class KnownCalls:
         """After a call that went the whole way, and has made the rooms."""
         if not self._may_learn(0, tensors):
             return
-        query, key, value = tensors
-        keys = self._prefixes(query, key, value)
-        way = None if keys is None else _Forward(self._job, keys, query)
+        keys = self._prefixes(*tensors)
+        way = None if keys is None else _Forward(self._job, keys, *tensors)
         self._keep(0, tensors, way, None if keys is None else keys.box)
 
     def learn_backward(self, *tensors: Tensor) -> None:
         """As :meth:`learn_forward`, after a backward with gradients of keys."""
         if not self._may_learn(1, tensors):
             return
-        _, query, key, value, *_ = tensors
         way = box = None
         keys = self._prefixes(*tensors[:4])
         if keys is not None:
-            job, dtype = self._job, self._job.backend.gradient_dtype(key.dtype)
+            job, (_, _, key, value, *_) = self._job, tensors
+            dtype = job.backend.gradient_dtype(key.dtype)
             sums = KeyShares(key, value, job.geometry, job.ring, dtype, gradient_parcels)
             box = sums.box
-            way = None if box is None else _Backward(job, keys, query, sums)
+            way = None if box is None else _Backward(job, keys, sums, *tensors)
         self._keep(1, tensors, way, box)
 
     def _may_learn(self, index: int, tensors: Sequence[Tensor]) -> bool:
@@ -118,8 +120,31 @@ def _kind(tensors: Sequence[Tensor]) -> list:
     return kind
 
 
+class _Rows:
+    """:func:`rows_for` tensors that all lie as the first ones did, without looking again."""
+
+    def __init__(self):
+        self._lie_so: bool | None = None
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        if self._lie_so is None:
+            self._lie_so = all(can_be_copied(x.transpose(1, 2)) for x in tensors)
+        return [x.transpose(1, 2) for x in tensors] if self._lie_so else rows_for(tensors)
+
+
+class _Plain:
+    """:func:`plain_batch` of tensors whose strides are those of the first one."""
+
+    def __init__(self, tensor: Tensor):
+        plain = plain_batch(tensor)
+        self._view = None if plain is tensor else (plain.shape, plain.stride())
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor if self._view is None else tensor.as_strided(*self._view)
+
+
 class _Forward:
-    def __init__(self, job: Job, keys: PushedPrefixes, query: Tensor):
+    def __init__(self, job: Job, keys: PushedPrefixes, query: Tensor, key: Tensor, value: Tensor):
         self._backend, self._scale = job.backend, job.scale
         self._box, self._moves, self._own = keys.box, keys.moves, keys.own
         self._prefixes = prefixes_of(job.geometry, job.rank) if job.geometry.causal else None
@@ -128,61 +153,96 @@ class _Forward:
             self._lengths = job.backend.prefix_lengths(query.size(0), self._prefixes, query.device)
         self._dtype = job.backend.output_dtype(query.dtype)
         self._lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+        self._rows, self._plain_query = _Rows(), _Plain(query)
+        self._here = on_default_stream(query.device)
 
     @property
     def is_current(self) -> bool:
         return self._box.is_current
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self._box.push_rows(rows_for((key, value)), self._moves, opens=True, then_wait=True)
+        self._bring(key, value)
+        query = self._plain_query(query)
         if self._prefixes is None:
             out, lse = self._backend.forward(query, *self._own, None, False, self._scale)
         else:
             out, lse = self._backend.prefix_forward(
                 query, *self._own, self._prefixes, self._scale, self._lengths
             )
-        self._box.release()
+        self._release(self._box)
         return to_token_major(out, self._dtype), lse.to(self._lse_dtype).contiguous()
+
+    def _bring(self, key: Tensor, value: Tensor, room: Mailbox | None = None) -> None:
+        """The keys, while the ``room`` opens for what is sent next."""
+        box, rows = self._box, self._rows(key, value)
+        if self._here:
+            box.push_here(rows, self._moves, (box,) if room is None else (box, room))
+        else:
+            box.push_rows(rows, self._moves, opens=True, then_wait=True, opens_too=room)
+
+    def _release(self, box: Mailbox) -> None:
+        if not self._here:
+            box.release()
 
 
 class _Backward(_Forward):
-    def __init__(self, job: Job, keys: PushedPrefixes, query: Tensor, sums: KeyShares):
-        super().__init__(job, keys, query)
+    def __init__(
+        self, job: Job, keys: PushedPrefixes, sums: KeyShares, grad_output: Tensor, query: Tensor,
+        key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+    ):  # fmt: skip
+        super().__init__(job, keys, query, key, value)
         self._room, self._sent = sums.box, sums.moves(0, 1)
-        self._arrived, self._home = sums.coming(), len(sums.own)
+        self._arrived, home = sums.coming(), len(sums.own)
         self._places = sums.places(self._arrived)
-        self._add = None
+        self._plain_grad, self._plain_output = _Plain(grad_output), _Plain(output)
+        self._shares, self._add, self._pieces = _Rows(), None, None
+        # Of what dK and dV are the sums.
+        dks, dvs = ([x[index] for x in self._arrived] for index in (0, 1))
+        self._flat = lambda dk, dv: [*(dk,) * home, *dks, *(dv,) * home, *dvs]
+        totals = (token_major(*x.shape, like=x) for x in (key, value))
+        self._totals = [(x.shape, x.stride()) for x in totals]
 
     @property
     def is_current(self) -> bool:
         return self._box.is_current and self._room.is_current
 
     def __call__(
-        self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *results: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, room = self._box, self._room
-        keys.push_rows(
-            rows_for((key, value)), self._moves, opens=True, then_wait=True, opens_too=room
-        )
+        self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
+        logsumexp: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        room = self._room
+        self._bring(key, value, room)
         try:
-            inputs = grad_output, query, *self._own, *results
+            query = self._plain_query(query)
+            inputs = (
+                self._plain_grad(grad_output), query, *self._own, self._plain_output(output),
+                logsumexp,
+            )  # fmt: skip
             if self._prefixes is None:
                 dq, dk, dv, _ = self._backend.backward(*inputs, None, False, self._scale)
             else:
                 dq, dk, dv = self._backend.prefix_backward(
                     *inputs, self._prefixes, self._scale, self._lengths
                 )
+            shares = self._shares(dk, dv)
         except BaseException:
             # No rank may wait for this one's shares, nor a flag stay raised for the next call.
-            room.push_rows([], [], then_wait=True)
+            self._send([], [])
             raise
-        # The box of keys has the same stream, which waits here until they were read.
-        room.push_rows(rows_for((dk, dv)), self._sent, then_wait=True)
-        totals = token_major(*key.shape, like=key), token_major(*value.shape, like=value)
-        own = (dk,) * self._home, (dv,) * self._home
-        flat = [*own[0], *(x.dk for x in self._arrived), *own[1], *(x.dv for x in self._arrived)]
+        # What brought the keys waits here until they were read.
+        self._send(shares, self._sent)
+        totals = [
+            x.new_empty_strided(*how) for x, how in zip((key, value), self._totals, strict=True)
+        ]
+        flat = self._flat(dk, dv)
         if self._add is None:
             self._add, self._pieces = way_to_add(flat, totals, self._places)
         self._add(flat, self._pieces, totals)
-        room.release()
+        self._release(room)
         return to_token_major(dq, query.dtype), *totals
+
+    def _send(self, rows: list[Tensor], moves: list[int]) -> None:
+        if self._here:
+            self._room.push_here(rows, moves)
+        else:
+            self._room.push_rows(rows, moves, then_wait=True)

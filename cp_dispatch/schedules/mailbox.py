@@ -30,12 +30,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import current_raw_stream, symmetric_memory
-from cp_dispatch.schedules.copy_ops import join_streams, push_rows, push_slabs, raise_flags
+from cp_dispatch.schedules.copy_ops import (
+    CURRENT,
+    join_streams,
+    push_rows,
+    push_slabs,
+    raise_flags,
+)
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
 
 T = TypeVar("T")
 
-#: Bytes of the flags, ahead of the room.
+#: Bytes of the flags, ahead of the room; the last four count blocks of a kernel.
 _HEADER = 4096
 #: The largest room, in bytes: it is held until the process ends.
 LARGEST = 2**30
@@ -67,6 +73,8 @@ class Mailbox:
         self.is_in_a_graph = False
         # Whether the default stream has waited for all that was queued here.
         self._is_quiet = False
+        # Whether it has pushed and read by itself, so that another stream has to wait for it.
+        self._is_ahead = False
         #: Whether :func:`mailbox` gives this one: no larger one took its place, nobody freed it.
         self.is_current = True
         # Of all peers, as most calls take them.
@@ -97,6 +105,7 @@ class Mailbox:
         if torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         self._is_quiet = False
+        self.let_side_follow()
         flags = self._there[_FREE]
         raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
@@ -144,12 +153,15 @@ class Mailbox:
         there, here = self._all
         if peers is not None:
             there, here = ([_of(flags, peers) for flags in x] for x in (self._there, self._here))
-        if opens and torch.cuda.is_current_stream_capturing():
-            self.is_in_a_graph = True
+        if opens:
+            if torch.cuda.is_current_stream_capturing():
+                self.is_in_a_graph = True
+            self.let_side_follow()
         raise_first = there[_FREE] if opens else ()
         if opens_too is not None:
             raise_first = [*raise_first, *opens_too._all[0][_FREE]]
             opens_too._is_quiet = False
+            opens_too.let_side_follow()
         push_rows(
             sources, self._own, moves, raise_first, here[_FREE] if first else (),
             there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
@@ -172,14 +184,44 @@ class Mailbox:
         of several pulls waits for all peers' rooms, the last one until they have read this one.
         ``opens``: the call is :meth:`open` too, ``then_wait``: and :meth:`wait`."""
         there, here = self._all
-        if opens and torch.cuda.is_current_stream_capturing():
-            self.is_in_a_graph = True
+        if opens:
+            if torch.cuda.is_current_stream_capturing():
+                self.is_in_a_graph = True
+            self.let_side_follow()
         push_slabs(
             targets, sources, self._own, there[_FREE] if opens else (),
             here[_FREE] if first else (), there[_FULL] if last else (),
             here[_FULL] if last else (), self._stream, opens, then_wait,
         )  # fmt: skip
         self._is_quiet = then_wait and on_default_stream(self.device)
+
+    def push_here(
+        self, sources: Sequence[Tensor], moves: list[int], opens: Sequence[Mailbox] = ()
+    ) -> None:
+        """As :meth:`push_rows` and :meth:`wait`, after :meth:`open` of the boxes ``opens``, on the
+        default stream itself, which has to be the current one: no stream waits for another, nor
+        need what came be released. For calls so short that this counts."""
+        for box in (self, *opens):
+            if not box._is_quiet:
+                box.wait()
+            box._is_ahead = True
+        flags, there, here = [], *self._all
+        for box in opens:
+            flags += box._all[0][_FREE]
+        push_rows(
+            sources, self._own, moves, flags, here[_FREE], there[_FULL], here[_FULL], CURRENT, False
+        )
+
+    def let_side_follow(self) -> None:
+        """Where the current stream is not the default one, let the box's stream wait until that has
+        read what it pushed here. (Not in a capture, before which it has.)"""
+        if not self._is_ahead:
+            return
+        self._is_ahead = False
+        if on_default_stream(self.device) or torch.cuda.is_current_stream_capturing():
+            return
+        with torch.cuda.stream(torch.cuda.default_stream(self.device)):
+            self.release()
 
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
@@ -264,6 +306,7 @@ def mailbox(
         return None
     if known is not None:
         del _boxes[key]
+        known[1].let_side_follow()
         _retire(known[1])
         if known[1].is_in_a_graph:
             _retired.append(known[1])  # its replays go on writing there
@@ -327,6 +370,7 @@ def free() -> None:
     """Give all rooms back, but for those of CUDA graphs. Every rank must call it alike; what needs
     rooms makes them anew."""
     for key, (group, box) in list(_boxes.items()):
+        box.let_side_follow()
         _meet(group, box.device, (box._side,))
         _retire(box)
         if box.is_in_a_graph:

@@ -158,6 +158,11 @@ class Box:
             self._raise("full", peers)
             self._take("full", peers)
 
+    def push_here(self, sources, moves, opens=()) -> None:
+        for box in opens:
+            box.open()
+        self.push_rows(sources, moves)
+
     def wait(self) -> None:
         pass
 

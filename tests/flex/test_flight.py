@@ -42,13 +42,14 @@ def make_carrier() -> Collectives:
 def test_indices_stay_until_keys_have_come():
     carrier, ring = make_carrier(), OneRank()
     held = weakref.ref(carrier._exchange)
-    flight = Arrivals(ring)
-    flight.start(carrier, [torch.zeros(1, LENGTH, 1, 1, COLUMNS) for _ in range(GROUPS)])
+    flight = Arrivals(ring, carrier)
     del carrier
-    assert held() is not None
+    for group in range(GROUPS):
+        flight.start(group, torch.zeros(1, LENGTH, 1, 1, COLUMNS))
+        assert held() is not None
     flight.take(0)
     assert held() is not None
-    flight.take(1)
+    del flight
     assert held() is None and len(ring.marks) == GROUPS
 
 
@@ -56,8 +57,8 @@ def test_indices_stay_until_gradients_have_come():
     carrier, ring = make_carrier(), OneRank()
     held = weakref.ref(carrier._exchange)
     flight = Returns(ring, (torch.zeros(1), torch.zeros(1)))
-    sums = [torch.zeros(1, LENGTH, 1, 1, COLUMNS)]
-    flight.start(carrier, 0, torch.zeros(0, COLUMNS), sums, lambda *grads: None)
+    grads = [torch.zeros(1, 1, LENGTH, COLUMNS)]
+    flight.start(carrier, carrier.put_aside(grads, grads), grads)
     del carrier
     assert held() is not None
     flight.take()

@@ -550,6 +550,40 @@ def test_flags_order_streams():
         assert bool((more == 1).all())  # raised before, and nobody has taken them
 
 
+@pytest.mark.parametrize("count", [1, 4, 64, 65])
+@pytest.mark.parametrize("rows", [8, 4096], ids=["short", "long"])
+def test_push_in_the_current_stream(count, rows):
+    """Flags and copies one after the other, again and again: in a kernel where rows are short and
+    few, else as everywhere. Another stream is the peer."""
+    room = torch.zeros(4096 + count * rows * 64, dtype=torch.uint8, device="cuda")
+    places = room[4096:].view(torch.bfloat16).view(count, rows, 1, 32)
+    source = torch.zeros(1, count * rows, 1, 32, dtype=torch.bfloat16, device="cuda")
+    own, theirs, full, came = torch.zeros(4, 3, dtype=torch.int32, device="cuda")
+    moves = []
+    for i in range(count):
+        moves += [0, rows * (count - 1 - i), rows, places[i].data_ptr(), rows * 64]
+    peer = torch.cuda.Stream(priority=-1)
+    for _ in range(3):
+        source.copy_(torch.randn(source.shape, device="cuda"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(peer):  # comes late
+            torch.cuda._sleep(10_000_000)
+        with torch.cuda.stream(peer):
+            torch.ops.cp_dispatch.raise_flags(room, addresses(theirs), peer.cuda_stream)
+            torch.ops.cp_dispatch.push_slabs(
+                [], [], room, (), addresses(full), addresses(came), (), peer.cuda_stream, False
+            )
+        torch.ops.cp_dispatch.push_rows(
+            [source], room, moves, addresses(own), addresses(theirs), addresses(full),
+            addresses(came), -1, False,
+        )  # fmt: skip
+        seen = places.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(seen, source.view(count, rows, 1, 32).flip(0))
+        assert bool((own == 1).all())
+        assert not any(bool(x.any()) for x in (theirs, full, came, room[:4096]))
+
+
 def test_streams_join():
     x, side = torch.zeros(1, 2**20, device="cuda"), torch.cuda.Stream()
     torch.cuda._sleep(10_000_000)

@@ -60,6 +60,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     log: list[str] = []
     box = object.__new__(mailbox.Mailbox)
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
+    box._is_ahead = False
     box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
     box._side, box.is_in_a_graph, current = mock.Mock(), False, 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -89,3 +90,45 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
         assert waits() and waits()
         current = 0
         assert waits() and not waits(), "what another stream waited for is not the default's"
+
+
+def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
+    """Calls on the default stream tell no other stream when they have read what came."""
+    log: list[object] = []
+    box = object.__new__(mailbox.Mailbox)
+    box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
+    box._is_ahead, box._peers, box._there, box._here = False, (), [[], []], [[], []]
+    box._all, box._side, box.is_in_a_graph, current = [[[], []], [[], []]], mock.Mock(), False, 0
+    default = mock.MagicMock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
+    monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
+    for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
+        monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
+
+    def logged(action) -> list[object]:
+        log.clear()
+        action()
+        return log.copy()
+
+    def pushes():
+        box.push_here([], [], (box,))
+
+    ways = [
+        (box.open, ["raise_flags"]),
+        (lambda: box.push_rows([], [], opens=True), ["push_rows"]),
+        (lambda: box.pull([], [], True, True, opens=True), ["push_slabs"]),
+    ]
+    for way, alone in ways:
+        assert logged(pushes) == ["join_streams", "push_rows"], "others' work on the box first"
+        assert logged(pushes) == ["push_rows"]
+        assert logged(way) == alone, "in one stream"
+        current = 7
+        assert logged(way) == alone, "the default stream has told"
+        current = 0
+        pushes()
+        current = 7
+        assert logged(way) == [default, "join_streams", *alone]
+        assert logged(way) == alone
+        current = 0
