@@ -159,16 +159,19 @@ def _origin(query: DTensor) -> list[int]:
 
 
 def _refuse_functorch(tensors) -> None:
-    """Under torch.func transforms a DTensor hides in a wrapper."""
+    """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one."""
+    wrapped, mesh = False, None
     for tensor in tensors:
         while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
-            tensor = get_unwrapped(tensor)
-            if isinstance(tensor, DTensor):
-                error = ContextParallelError(
-                    "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
-                    "grad, jvp). Given: scaled_dot_product_attention on a DTensor inside a "
-                    "transform. Supported: autograd. Use torch.autograd.grad, or "
-                    "cp_dispatch.disable()."
-                )
-                tell_refusal(tensor.device_mesh, error)
-                raise error
+            wrapped, tensor = True, get_unwrapped(tensor)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+    if wrapped and mesh is not None:
+        error = ContextParallelError(
+            "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
+            "grad, jvp). Given: scaled_dot_product_attention on a DTensor inside a "
+            "transform. Supported: autograd. Use torch.autograd.grad, or "
+            "cp_dispatch.disable()."
+        )
+        tell_refusal(mesh, error)
+        raise error

@@ -49,6 +49,8 @@ def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -
     """
     if dispatch_modes_are_on() or not _are_plain_dtensors(query, key, value):
         return None
+    if query.ndim != 4:  # what is learned is about the tensors that the op gets
+        return None
     query_spec = dtensor_spec(query)
     mesh = query_spec.mesh
     needs = query.requires_grad or key.requires_grad or value.requires_grad
@@ -71,7 +73,6 @@ def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) ->
     if (
         placements != [target, key_target, key_target]
         or mesh.get_coordinate() is None
-        or query.ndim != 4
         or output.dtype is not query.dtype
         or not _are_plain_dtensors(output, logsumexp)
     ):

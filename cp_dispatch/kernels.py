@@ -66,12 +66,13 @@ def _job(
     ring = Ring.of(group, query.device) if group is not None else None
     if ring is not None and ring.world_size == 1:
         ring = None
+    scale, sign = _positive(1 / math.sqrt(max(1, query.size(-1))) if scale is None else scale)
     return Job(
         backend,
         SCHEDULES[schedule].geometry(
             query_length, key_length, ring_shape, is_causal, from_text(layout) if layout else None
         ),
-        1 / math.sqrt(max(1, query.size(-1))) if scale is None else scale,
+        scale,
         ring,
         mask=mask,
         own_rows=not layout or "rows" in mask_order,
@@ -79,13 +80,24 @@ def _job(
         batch_start=origin[0] if origin else 0,
         dropout=dropout,
         layout=layout,
+        sign=sign,
     )
+
+
+def _positive(scale: float) -> tuple[float, float]:
+    """A scale that kernels take, and the factor of the query that makes it the given one.
+
+    Flash kernels scale what they have masked: -inf times 0 is NaN, times a negative number +inf.
+    """
+    if scale > 0 or math.isnan(scale):
+        return scale, 1.0
+    return (-scale, -1.0) if scale else (1.0, 0.0)
 
 
 def run_forward(job: Job, schedule, query: Tensor, key: Tensor, value: Tensor):
     """Output and logsumexp of this rank's shards."""
     _check_shards(job, query, key)
-    padded = (job.backend.pad(plain_batch(x)) for x in (query, key, value))
+    padded = (job.backend.pad(plain_batch(x)) for x in (_signed(job, query), key, value))
     output, logsumexp = schedule.forward(job, *padded)
     recomputed.note(logsumexp, job.layout)
     return _unpad(output, value.size(-1)), logsumexp
@@ -97,15 +109,19 @@ def run_backward(
     """Gradients of this rank's query, key, value and mask."""
     _check_shards(job, query, key)
     recomputed.check(logsumexp, job.layout)
-    inputs = grad_output, query, key, value, output
+    inputs = grad_output, _signed(job, query), key, value, output
     padded = (job.backend.pad(plain_batch(x)) for x in inputs)
     dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
     return (
-        _unpad(dq, query.size(-1)),
+        _signed(job, _unpad(dq, query.size(-1))),
         _unpad(dk, key.size(-1)) if key_grad else placeholder(key),
         _unpad(dv, value.size(-1)) if key_grad else placeholder(value),
         dmask if mask_grad else no_mask_grad(job.mask, query),
     )
+
+
+def _signed(job: Job, tensor: Tensor) -> Tensor:
+    return tensor if job.sign == 1.0 else tensor * job.sign
 
 
 class Repeated:
@@ -158,7 +174,8 @@ class Repeated:
         if self._job is None or group is not self._group:
             self._job, self._schedule = job_of(self._backend, query, *self._arguments)
             make = getattr(self._schedule, "KnownCalls", None)
-            self._known = make(self._job) if make is not None and self._job.ring else None
+            knows = make is not None and self._job.ring and self._job.sign == 1.0
+            self._known = make(self._job) if knows else None
             self._group = group  # last: another thread, or a call after an error, looks at it
         return None if profiler_is_on() else self._known
 

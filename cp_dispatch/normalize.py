@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -46,7 +47,7 @@ def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         return output.squeeze(1)
     if query.ndim == 2:
         return output.squeeze(0).squeeze(0)
-    return output.unflatten(0, query.shape[:-3])
+    return output.view(*query.shape[:-3], *output.shape[1:])
 
 
 def _four(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,26 +55,30 @@ def _four(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0).unsqueeze(0)
     if tensor.ndim == 3:
         return tensor.unsqueeze(1)
+    return _one_batch_dim(tensor)
+
+
+def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor:
+    if torch.is_inference_mode_enabled():
+        # There DTensor is given flatten itself, and would rather gather than refuse.
+        return tensor.contiguous().view(math.prod(tensor.shape[:-3]), *tensor.shape[-3:])
     return tensor.flatten(0, -4)
 
 
 def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
-    """None where the mask cannot be seen in four dims without a copy."""
+    """None where the mask does not fit, or is sharded on a batch dim that does not survive."""
     query = call.query
-    if not 2 <= mask.ndim <= max(query.ndim, 2):
+    if not 1 <= mask.ndim <= max(query.ndim, 2):
         return None
     if query.ndim == 3 and mask.ndim == 3:
         return mask.unsqueeze(1)
-    if mask.ndim > 4:
-        batch, wanted = mask.shape[:-3], query.shape[:-3]
-        if batch != wanted and set(batch) != {1}:
-            return None
+    if query.ndim > 4 and mask.ndim >= 4 and set(mask.shape[:-3]) != {1}:
         try:
-            return mask.flatten(0, -4)
+            return _one_batch_dim(mask.expand(*query.shape[:-3], *mask.shape[-3:]))
         except RuntimeError:
             return None
-    if query.ndim > 4 and mask.ndim == 4 and mask.shape[0] != 1:
-        return None
+    if mask.ndim > 4:
+        return _one_batch_dim(mask)
     while mask.ndim < 4:
         mask = mask.unsqueeze(0)
     return mask

@@ -137,6 +137,13 @@ def _autograd(name: str):
             needs = ctx.needs_input_grad[:4]
             # Once: a checkpoint recomputes at the first look and refuses a second.
             saved = ctx.saved_tensors
+            if _is_outside(saved[0]):
+                inputs = *saved[:3], saved[5]
+                zeros = (
+                    torch.zeros_like(x) if need else None
+                    for x, need in zip(inputs, needs, strict=True)
+                )
+                return (*zeros, *rest)
             with _plain_replicated(grad_output, saved[5]):
                 grads = backward_op(name)(
                     grad_output, *saved, *ctx.options, needs[1] or needs[2], needs[3]
@@ -170,6 +177,12 @@ def _plain_replicated(query: Tensor, mask: Tensor | None):
     if isinstance(query, DTensor) and mask is not None and not isinstance(mask, DTensor):
         return implicit_replication()
     return contextlib.nullcontext()
+
+
+def _is_outside(query: Tensor) -> bool:
+    """Whether this rank is not in the mesh. There a gradient has to have its leaf's strides, or
+    torch fails where it copies it into others."""
+    return isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None
 
 
 def _any_needs_grad(args: tuple) -> bool:

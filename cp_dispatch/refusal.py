@@ -143,6 +143,10 @@ def _shape_refusals(call: Call) -> list[str]:
         )
     if query.shape[3] != key.shape[3]:
         reasons.append(f"head dims differ: query {query.shape[3]}, key {key.shape[3]}")
+    elif query.shape[3] == 0:
+        reasons.append(
+            "the head dim of query and key is 0, so that there are no scores; give them one"
+        )
     heads, key_heads = query.shape[1], key.shape[1]
     if heads != key_heads and key_heads != 1 and not call.enable_gqa:
         reasons.append(

@@ -68,9 +68,9 @@ ONE_DIM = {
         lambda m: arguments(m, attn_mask=torch.ones(16, 64)),
         [("attn_mask [1, 1, 16, 64] does not broadcast to the scores [2, 8, 64, 64]", "")],
     ),
-    "mask of one dim": (
-        lambda m: arguments(m, attn_mask=torch.ones(64)),
-        [("attn_mask [64] does not broadcast to the scores [2, 8, 64, 64]", "dim by dim")],
+    "mask without dims": (
+        lambda m: arguments(m, attn_mask=torch.ones(())),
+        [("attn_mask [] does not broadcast to the scores [2, 8, 64, 64]", "dim by dim")],
     ),
     "plain bias with a gradient": (
         lambda m: arguments(m, attn_mask=torch.ones(64, 64, requires_grad=True)),
@@ -126,6 +126,10 @@ ONE_DIM = {
     "head dims": (
         lambda m: arguments(m, query=(2, 8, 64, 32)),
         [("head dims differ: query 32, key 16", "")],
+    ),
+    "no head dim": (
+        lambda m: arguments(m, (2, 8, 64, 0), (2, 8, 64, 0), value=(2, 8, 64, 16)),
+        [("the head dim of query and key is 0", "give them one")],
     ),
     "enable_gqa": (
         lambda m: arguments(m, enable_gqa=False),

@@ -41,19 +41,21 @@ MASKS = [
     ((2, 1, 3, 4), (1, 1, 1, 4), (1, 4)),
     ((2, 1, 3, 4), (2, 1, 3, 1), (6, 1)),
 ]
-# Masks that torch broadcasts and that are no 4-D view, or that torch refuses as well.
-NO_VIEW = [
-    ((), (), (KEYS,)),
-    ((3,), (), (KEYS,)),
-    ((2, 4), (), (KEYS,)),
+# Masks that are broadcast over some batch dims and not over others: in four dims no views.
+COPIED = [
+    ((2, 3, 4), (3, 4), (6, 4)),
+    ((2, 3, 4), (1, 3, 4), (6, 4)),
+    ((2, 3, 4), (2, 1, 4), (6, 4)),
+    ((2, 1, 3, 4), (1, 3, 1), (6, 1)),
+]
+# Masks that torch refuses as well.
+UNFIT = [
     ((2, 4), (), ()),
     ((), (1,), (ROWS, KEYS)),
     ((3,), (1, 3), (ROWS, KEYS)),
     ((2, 4), (1, 2, 4), (ROWS, KEYS)),
-    ((2, 3, 4), (3, 4), (ROWS, KEYS)),
-    ((2, 3, 4), (1, 3, 4), (ROWS, KEYS)),
-    ((2, 3, 4), (2, 1, 4), (ROWS, KEYS)),
-    ((2, 1, 3, 4), (1, 3, 4), (ROWS, KEYS)),
+    ((2, 3, 4), (2, 4), (ROWS, KEYS)),
+    ((2, 3, 4), (3, 3, 4), (ROWS, KEYS)),
 ]
 # How a mask may be broadcast over rows and keys.
 LAST = [(ROWS, KEYS), (1, KEYS), (ROWS, 1), (1, 1)]
@@ -62,6 +64,10 @@ LAST = [(ROWS, KEYS), (1, KEYS), (ROWS, 1), (1, 1)]
 def call(leading, mask=None, dtype=torch.float64) -> Call:
     query, key, value = (torch.randn(*leading, n, DIM, dtype=dtype) for n in (ROWS, KEYS, KEYS))
     return Call(query, key, value, mask)
+
+
+def call_like(given: Call, mask) -> Call:
+    return Call(given.query, given.key, given.value, mask)
 
 
 def attend(call: Call) -> torch.Tensor:
@@ -84,16 +90,27 @@ def test_the_4d_call_is_the_same_call(leading, four):
 
 @pytest.mark.parametrize("last", LAST)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-@pytest.mark.parametrize("leading, mask_leading, four", MASKS)
+@pytest.mark.parametrize("leading, mask_leading, four", MASKS + COPIED)
 def test_masks_broadcast_as_torch_broadcasts_them(leading, mask_leading, four, dtype, last):
     mask = torch.randn(*mask_leading, *last)
     mask = mask > -0.5 if dtype is torch.bool else mask.to(dtype)
     given = call(leading, mask)
     seen = four_dims(given)
     assert seen.attn_mask.shape == (*four, *last)
-    assert seen.attn_mask.data_ptr() == mask.data_ptr()
+    copied = (leading, mask_leading, four) in COPIED
+    assert copied or seen.attn_mask.data_ptr() == mask.data_ptr()
     assert all(x.ndim == 4 for x in seen.tensors.values())
     torch.testing.assert_close(like_query(attend(seen), given.query), attend(given))
+
+
+@pytest.mark.parametrize("leading, four", LEADING.items())
+def test_a_mask_of_keys_alone(leading, four):
+    mask = torch.tensor([True, False] * KEYS)[:KEYS]
+    given = call(leading, mask)
+    seen = four_dims(given)
+    assert seen.attn_mask.shape == (1, 1, 1, KEYS)
+    wanted = attend(call_like(given, mask.expand(ROWS, KEYS)))
+    torch.testing.assert_close(like_query(attend(seen), given.query), wanted)
 
 
 def test_four_dims_already_are_left_as_they_are():
@@ -110,8 +127,8 @@ def test_nothing_else_of_a_call_changes():
     assert (seen.dropout_p, seen.is_causal, seen.scale, seen.enable_gqa) == (0.25, True, 0.5, True)
 
 
-@pytest.mark.parametrize("leading, mask_leading, last", NO_VIEW)
-def test_a_mask_that_is_no_view_leaves_the_call_unchanged(leading, mask_leading, last):
+@pytest.mark.parametrize("leading, mask_leading, last", UNFIT)
+def test_a_mask_that_does_not_fit_leaves_the_call_unchanged(leading, mask_leading, last):
     given = call(leading, torch.ones((*mask_leading, *last)))
     assert four_dims(given) is given
 
@@ -138,7 +155,7 @@ def on_mesh(mesh, tensor, dim=-2):
     return DTensor.from_local(tensor, mesh, [placement])
 
 
-@pytest.mark.parametrize("leading, mask_leading, last", NO_VIEW)
+@pytest.mark.parametrize("leading, mask_leading, last", UNFIT)
 def test_what_cannot_be_seen_in_four_dims_is_refused_for_its_shape(
     mesh, leading, mask_leading, last
 ):
@@ -163,7 +180,9 @@ def test_different_ranks_are_refused_for_their_shapes(mesh):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("leading, mask_leading, _", [(x, None, None) for x in LEADING] + MASKS)
+@pytest.mark.parametrize(
+    "leading, mask_leading, _", [(x, None, None) for x in LEADING] + MASKS + COPIED
+)
 def test_dtensors_of_any_rank(mesh, leading, mask_leading, _, grad):
     """The user's line of code, in and out in the query's rank and placement."""
     mask = None if mask_leading is None else torch.randn(*mask_leading, ROWS, KEYS).double()

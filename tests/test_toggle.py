@@ -194,6 +194,23 @@ def test_torch_func_transforms_of_dtensors_are_refused(mesh):
         torch.func.grad(loss)(query)
 
 
+def test_transforms_of_what_stands_beside_dtensors_are_refused(mesh):
+    query, key, value = sharded(mesh)
+    length = query.shape[2]
+    masks, stacked = torch.ones(3, length, length, dtype=torch.bool), torch.randn(3, *query.shape)
+
+    def masked(mask):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    def plain(query):
+        return F.scaled_dot_product_attention(query, key, value)
+
+    with enabled():
+        for function, given in ((masked, masks), (plain, stacked)):
+            with pytest.raises(ContextParallelError, match="torch.func.*autograd.*disable"):
+                torch.vmap(function)(given)
+
+
 def test_vmap_of_dtensors_is_refused_and_of_plain_tensors_torchs(mesh):
     """Also of tensors that are stacked outside: vmap takes the function apart before all keys."""
     plain = torch.randn(3, 2, 2, 8, 4)

@@ -25,14 +25,13 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
     query = local_tensor(local.call.query)
     # Hops are merged by it, whether or not the caller wants to see it.
     kernel_options = kernel_options | {"OUTPUT_LOGSUMEXP": True}
-    merged = None
+    buffers, merged = local.buffers(), None
     for hop, (key, value) in _hops(local, backward=False):
         place = local.place_at(hop)
         mask = local.mask(place.mask_mod(local.call.mask.mask_mod), hop)
         part = op(
-            query, key, value, place.score_mod(score_mod), mask, scale, kernel_options,
-            *local.buffers(),
-        )  # fmt: skip
+            query, key, value, place.score_mod(score_mod), mask, scale, kernel_options, *buffers
+        )
         merged = part if merged is None else merge(merged, part)
     out, logsumexp, maximum = merged
     return out.to(query.dtype), logsumexp, maximum
@@ -60,6 +59,7 @@ def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor,
 def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kernel_options):
     """dQ, dK and dV of this rank's rows, and its share of the gradients of captured tensors."""
     query, key, value = (local_tensor(x) for x in local.call.tensors.values())
+    buffers = local.buffers()
     sums: list[Tensor] | None = None
     of_buffers: list[Tensor | None] | None = None
     for hop, (window_key, window_value) in _hops(local, backward=True):
@@ -68,7 +68,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
         grad_query, *grads, captured = op(
             query, window_key, window_value, *results, place.score_mod(score_mod),
             None if joint_graph is None else place.joint_graph(joint_graph),
-            mask, scale, kernel_options, *local.buffers(),
+            mask, scale, kernel_options, *buffers,
         )  # fmt: skip
         shares = _OPS.flex_hop_back(*grads, key, value, *local.mask_arguments, hop)
         parts = [grad_query.to(wide_dtype(query.dtype)), *shares]

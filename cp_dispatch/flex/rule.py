@@ -110,14 +110,14 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
         results = grouped.forward(local, FORWARD, score_mod, scale, kernel_options)
         return tuple(wrap(x, call.query) for x in results)
     key, value = local.keys(backward=False)
-    query = local_tensor(call.query)
+    # Of every rank, for the other ranks gather from it what is captured and sharded.
+    query, buffers = local_tensor(call.query), local.buffers()
     if local.is_empty:
         return tuple(wrap(x, call.query) for x in _outlines(call))
     place = local.place
     mask = local.mask(place.mask_mod(call.mask.mask_mod))
     results = FORWARD(
-        query, key, value, place.score_mod(score_mod), mask, scale, kernel_options,
-        *local.buffers(),
+        query, key, value, place.score_mod(score_mod), mask, scale, kernel_options, *buffers
     )  # fmt: skip
     return tuple(wrap(x, call.query) for x in results)
 

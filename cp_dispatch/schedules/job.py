@@ -20,7 +20,8 @@ class Job:
     Attributes:
         backend: the kernel.
         geometry: who owns which rows and keys, and the causal mask between them.
-        scale: factor of the scores.
+        scale: factor of the scores, more than 0.
+        sign: what the query is multiplied with beside it; 0 and -1 make the scales that are not.
         ring: the ranks that share the sequence, None for one rank.
         mask: None, boolean or a bias, ``(B or 1, H or 1, rows or 1, keys or 1)``. Its rows and its
             keys are those of the whole sequence by position, unless the next two say otherwise.
@@ -44,6 +45,7 @@ class Job:
     dropout: Dropout | None = None
     key_grad_dtype: torch.dtype | None = None
     layout: str = ""
+    sign: float = 1.0
 
     @property
     def rank(self) -> int:

@@ -164,6 +164,13 @@ def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) 
         for name, x in call.tensors.items()
         if x.shape[0] != layout.seq_len
     ]
+    # They would be cut in true order beside shards in the layout's.
+    reasons += [
+        f"{name} is placed {x.placements} beside shards that lie in the layout, {named}; shard it "
+        f"like the query, in the layout's order, or {other}"
+        for name, x in call.tensors.items()
+        if any(x.placements[dim] != call.query.placements[dim] for dim in ring)
+    ]
     natural = ownership(layout.seq_len, shape)
     rows = tuple(map(natural.rows, range(natural.world_size)))
     if not reasons and rows != layout.shard_lengths:

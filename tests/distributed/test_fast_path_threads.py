@@ -88,6 +88,23 @@ def test_a_second_call_gives_the_same_bits(monkeypatch, problem, options, placem
     assert len(calls) == 4 + 4 * any(needs)
 
 
+@pytest.mark.parametrize("lead", [(), (4,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("needs", [(True,) * 3, (False,) * 3], ids=str)
+def test_a_second_call_of_other_ranks_than_four_is_as_right_as_the_first(lead, needs):
+    """What the op got, four dims, was taken for what the caller gives."""
+    problem = Problem(lead=lead, length=66, dim=16, causal=True)
+    tensors = problem.tensors()
+    where = (Shard(problem.sequence_dim),)
+
+    def body(mesh):
+        first, again = (run_sharded(problem, tensors, mesh, where, needs=needs) for _ in range(2))
+        for a, b in zip(first, again, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+    with cp_dispatch.enabled():
+        on_ranks(body)
+
+
 def inputs(mesh, problem=CAUSAL, needs=True, count=4):
     tensors = problem.tensors()[:count]
     return [

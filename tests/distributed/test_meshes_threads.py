@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
 from tests.distributed.calls import only
-from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.reference import Mask, Problem, check, exact, one_device
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
@@ -155,9 +155,42 @@ def test_partial_query_is_summed(names):
     run_threads(2 ** (len(others) + 1), rank_body)
 
 
+def test_later_calls_over_several_mesh_dims_find_the_group_of_the_first():
+    """Each rank its own, made with the others: one that made another waited for them for ever."""
+    problem = Problem(length=66, mask=Mask())  # with a mask every call asks for the group
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2))
+        for _ in range(3):
+            check(run_sharded(problem, tensors, mesh, placed("cp cp")), want, single)
+
+    run_threads(4, rank_body, timeout=20)
+
+
 def test_mesh_of_one_rank():
     mesh_matches(Problem(causal=True, key_heads=2), (1,), placed("cp"))
     mesh_matches(Problem(causal=True, length=65), (1, 2), placed("cp dp"))
+
+
+def test_ranks_outside_of_the_mesh_take_the_same_steps():
+    problem = Problem(length=66, mask=Mask(shape="bhqk", dtype=None, needs_grad=True))
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, "math")
+
+    def rank_body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [0, 1, 2])
+        inputs = [distribute(x, mesh, placed("cp")).requires_grad_() for x in tensors[:3]]
+        bias = distribute(problem.attn_mask().detach(), mesh, placed("rep")).requires_grad_()
+        output = problem.attend(*inputs, bias)
+        output.backward(distribute(tensors[3], mesh, placed("cp")))
+        got = [output, *(x.grad for x in (*inputs, bias))]
+        assert [x.placements for x in got] == [tuple(placed("cp"))] * 4 + [tuple(placed("rep"))]
+        if rank < 3:
+            check([x.full_tensor().detach() for x in got], want, single)
+
+    run_threads(4, rank_body)
 
 
 def test_sub_mesh_of_a_larger_mesh():

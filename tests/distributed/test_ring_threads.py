@@ -143,6 +143,37 @@ def test_without_gradients(mode, kernel):
         run_threads(4, rank_body)
 
 
+@pytest.mark.parametrize("schedule", ["natural_ring", "mirrored_ring", "gather", "ulysses"])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_causal_with_a_scale_that_is_not_positive(scale, schedule):
+    """One device's flash kernel answers NaN, because it masks first and scales then."""
+    problem = Problem(causal=True, scale=scale, key_heads=2)
+    tensors, want, single = judged(problem, "math")
+    floors, _ = rounding(problem, tensors)
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        for _ in range(2):  # the second goes by what is known of the first
+            check(run_sharded(problem, tensors, mesh), want, single, floors=floors, few=True)
+
+    with cp_dispatch.enabled(schedule=schedule), only("cpu_flash"):
+        run_threads(4, rank_body)
+
+
+def test_several_batch_dims_stay_sharded_in_inference_mode():
+    """DTensor's rules of flatten and unflatten, which it is given there, gathered short ones."""
+    problem = Problem(lead=(2, 2, 4), length=3)
+    tensors = problem.tensors()
+    want, single = exact(problem, tensors), one_device(problem, tensors, "math")
+
+    def rank_body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        check(run_sharded(problem, tensors, mesh, needs=(False,) * 3), want, single, few=True)
+
+    with torch.inference_mode():
+        run_threads(4, rank_body)
+
+
 @pytest.mark.parametrize("length, key_length", [(256, 256), (250, 131)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_replicated_keys_beside_sharded_query(causal, length, key_length):

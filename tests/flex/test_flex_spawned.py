@@ -91,9 +91,8 @@ def by_groups(env: Env, inner, counts=(2, 2), **how) -> None:
     assert found == list(zip(("forward", "backward"), counts, strict=True)), found
 
 
-def placed_parameter(env: Env, placement, layout=None) -> None:
+def placed_parameter(env: Env, placement, layout=None, length: int = 128) -> None:
     """A captured bias as a DTensor: its gradient is placed like it and is that of one device."""
-    length = 128
     problem = FlexProblem("bias by row", length)
     whole = problem.mods("cpu").parameter.detach()
     if layout:
@@ -459,6 +458,8 @@ for _kind, _placements in (
 for _placement in (Replicate(), Shard(0)):
     _case(f"captured {_placement}", placed_parameter, (3,), placement=_placement)
 _case("captured in the layout", placed_parameter, (3,), placement=Shard(0), layout=True)
+# Ranks without rows have their part of what the others gather.
+_case("captured, shorter than the ranks", placed_parameter, (4,), placement=Shard(0), length=5)
 _case("backward afterwards", backward_afterwards, (2,))
 _case("other lengths", cross, (3,), lengths=(96, 250))
 _case("auxiliary outputs", aux, (2,))
