@@ -22,6 +22,7 @@ import inspect
 import sys
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
@@ -35,7 +36,7 @@ _KIND = "sdpa"
 _SHARD_ALONE = (
     "only F.scaled_dot_product_attention goes over them, and other attention would see this rank's "
     "shard alone; use attn_implementation='sdpa', as by model.set_attn_implementation('sdpa'), and "
-    "call models whose sequence is not sharded outside of the block"
+    "call models whose sequence is not sharded outside of it"
 )
 # Functions that make masks for other attention, and why they are refused.
 _REFUSED = {
@@ -109,6 +110,16 @@ def _refusing(kind: str, why: str, theirs, plain_context):
         )
 
     return mask
+
+
+def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a module of transformers whose attention would stay within a shard."""
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if mesh.size() > 1 and isinstance(kind, str) and kind.startswith(("eager", "flash_attention")):
+        raise ContextParallelError(
+            f"attn_implementation={kind!r} of {type(module).__name__} is refused in "
+            f"ContextParallel over {mesh.size()} ranks: {_SHARD_ALONE}"
+        )
 
 
 def _mask(context: PlainContext, theirs, given: dict):

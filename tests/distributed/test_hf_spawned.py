@@ -394,6 +394,9 @@ def attention_that_is_not_seen(env: Env) -> None:
         with pytest.raises(cp_dispatch.ContextParallelError, match=words):
             in_block(env, None)(model, tokens.clone(), tokens.clone())
     model.set_attn_implementation("eager")
+    style = cp_dispatch.ContextParallel(seq_dim=1)
+    with pytest.raises(cp_dispatch.ContextParallelError, match="refused in ContextParallel"):
+        parallelize_module(model, env.mesh(), {"model.layers.*.self_attn": style})
     want = build("Llama", env.device)(tokens).logits
     torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
 
