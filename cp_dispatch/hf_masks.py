@@ -9,7 +9,9 @@ another does not. So while a block is on, the function that makes masks for ``"s
 transformers lets anyone replace, is ours. The ranks first tell each other what they have, in one
 small exchange for each mask (one or two in a forward, none in a layer). Then all leave the mask
 out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise; also
-where the model has wrong positions, of which masks say nothing (hf_positions.py).
+where the model has wrong positions, of which masks say nothing (hf_positions.py). Attention that is
+not ``F.scaled_dot_product_attention`` would stay within a shard in silence, so the functions that
+make masks for it raise.
 
 Masks that the caller prepares (4-D, or a dict of one for each kind of layer) never come here.
 """
@@ -20,20 +22,35 @@ import inspect
 import sys
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero
+from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero, taken_by_the_model
 from cp_dispatch.layouts import Span, unshard
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import PlainContext
 
+_MODULE = "transformers.masking_utils"
 _KIND = "sdpa"
+_SHARD_ALONE = (
+    "only F.scaled_dot_product_attention goes over them, and other attention would see this rank's "
+    "shard alone; use attn_implementation='sdpa', as by model.set_attn_implementation('sdpa'), and "
+    "call models whose sequence is not sharded outside of it"
+)
+# Functions that make masks for other attention, and why they are refused.
+_REFUSED = {
+    "eager_mask": _SHARD_ALONE,
+    "flash_attention_mask": _SHARD_ALONE,
+    "flex_attention_mask": "a BlockMask that the model makes would be of this rank's shard alone; "
+    "use attn_implementation='sdpa', or pass as attention_mask the BlockMask of the whole "
+    "sequence, one more of the buffers",
+}
 _NAMES = {
     "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
-    "allow_is_causal_skip", "allow_is_bidirectional_skip", "device",
+    "allow_is_causal_skip", "allow_is_bidirectional_skip", "device", "mask_function",
 }  # fmt: skip
-_installed: list[tuple] = []  # transformers' table, its function, ours
+_installed: list[tuple] = []  # transformers' table, a kind in it, its function, ours
 
 READY = (
     "pass the model attention masks that are ready: a 4-D boolean tensor [B, 1, S, S], or for a "
@@ -43,12 +60,33 @@ READY = (
 
 def install(plain_context) -> None:
     """Stand before transformers' masks, if it is imported; ``plain_context()`` says what holds."""
-    module = sys.modules.get("transformers.masking_utils")
+    module = sys.modules.get(_MODULE)
     table = getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     if table is None or _installed:
         return
-    theirs = table[_KIND]
+    refused = {getattr(module, name, None): why for name, why in _REFUSED.items()}
+    for kind, theirs in list(table.items()):
+        if kind == _KIND:
+            ours = _sdpa_mask(theirs, plain_context)
+        elif theirs in refused:
+            ours = _refusing(kind, refused[theirs], theirs, plain_context)
+        else:
+            continue
+        _installed.append((table, kind, theirs, ours))
+        table[kind] = ours
 
+
+def remove() -> None:
+    """Put transformers' functions back, unless somebody else has put others since."""
+    while _installed:
+        table, kind, theirs, ours = _installed.pop()
+        if table[kind] is ours:
+            del table[kind]
+            if table[kind] is not theirs:
+                table[kind] = theirs
+
+
+def _sdpa_mask(theirs, plain_context):
     def sdpa_mask(*args, **kwargs):
         # A trace cannot ask the other ranks; the (L, L) mask that it gets is refused by the call.
         context = None if torch.compiler.is_compiling() else plain_context()
@@ -58,19 +96,30 @@ def install(plain_context) -> None:
         given.apply_defaults()
         return _mask(context, theirs, given.arguments)
 
-    _installed.append((table, theirs, sdpa_mask))
-    table[_KIND] = sdpa_mask
+    return sdpa_mask
 
 
-def remove() -> None:
-    """Put transformers' function back, unless somebody else has put another one since."""
-    if not _installed:
-        return
-    table, theirs, ours = _installed.pop()
-    if table[_KIND] is ours:
-        del table[_KIND]
-        if table[_KIND] is not theirs:
-            table[_KIND] = theirs
+def _refusing(kind: str, why: str, theirs, plain_context):
+    def mask(*args, **kwargs):
+        context = None if torch.compiler.is_compiling() else plain_context()
+        if context is None or context.mesh.size() == 1:
+            return theirs(*args, **kwargs)
+        raise ContextParallelError(
+            f"attn_implementation={kind!r} is refused inside context_parallel over "
+            f"{context.mesh.size()} ranks: {why}"
+        )
+
+    return mask
+
+
+def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a module of transformers whose attention would stay within a shard."""
+    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if mesh.size() > 1 and isinstance(kind, str) and kind.startswith(("eager", "flash_attention")):
+        raise ContextParallelError(
+            f"attn_implementation={kind!r} of {type(module).__name__} is refused in "
+            f"ContextParallel over {mesh.size()} ranks: {_SHARD_ALONE}"
+        )
 
 
 def _mask(context: PlainContext, theirs, given: dict):
@@ -82,9 +131,12 @@ def _mask(context: PlainContext, theirs, given: dict):
     rows, keys, padding = given["q_length"], given["kv_length"], given["attention_mask"]
     skips = given["allow_is_causal_skip"], given["allow_is_bidirectional_skip"]
     offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
+    # Some models ask for a mask where none is needed; more than positions are in other functions.
+    module = sys.modules.get(_MODULE)
+    causal = given["mask_function"] is getattr(module, "causal_mask_function", None)
     mesh = context.mesh
-    from_zero = count_from_zero(rows)
-    ranks = _tell(mesh, (rows, keys, not any(skips), offsets, padding is not None, from_zero))
+    own = not any(skips) and not causal, offsets, padding is not None, count_from_zero(rows)
+    ranks = _tell(mesh, (rows, keys, *own))
     of_rows, of_keys, special, cached, padded, counted = ranks
     total = sum(of_rows)
     if any(cached):
@@ -106,6 +158,14 @@ def _mask(context: PlainContext, theirs, given: dict):
         if layout is None and padding is not None:
             # Behind nothing but padding they do count from 0.
             wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
+        if wrong and not taken_by_the_model():
+            _refuse(
+                "this model takes no position_ids, and would count those of each shard from 0, on "
+                f"ranks {wrong} wrongly; give it DTensors and cp_dispatch.enable() instead, inside "
+                "torch.distributed.tensor.experimental.implicit_replication()",
+                ranks,
+                ". If it needs no positions, ",
+            )
         if wrong:
             _refuse(
                 f"position_ids count on from 0 on ranks {wrong}, which hold other positions, as "
@@ -119,7 +179,7 @@ def _mask(context: PlainContext, theirs, given: dict):
     if plain and ((skips[0] and (window is None or total < window)) or (skips[1] and not window)):
         return None
     config = given.get("kwargs", {}).get("config")
-    if window and padding is not None and getattr(config, "attention_chunk_size", None) == window:
+    if window and not plain and getattr(config, "attention_chunk_size", None) == window:
         _refuse("chunks of attention beside padding begin where this rank's shard does", ranks)
     if not context.order_is_known:
         _refuse(

@@ -1,8 +1,9 @@
 """Positions that a model of transformers counts from 0 on every rank, because it was given none.
 
-Inside a block it sees a shard, which holds other positions, and rotary embeddings would be wrong in
-silence. A mask function is not given the positions, so they are looked up in the
-frame of the function of transformers that makes the mask, where they are a public argument.
+Inside a block it sees a shard, which holds other positions, and embeddings of positions would be
+wrong in silence. A mask function is not given the positions, so they are looked up in the frames of
+transformers' own functions, where ``position_ids`` is a public argument: of the function that makes
+the mask, of the model's forward that called it, and of forwards around that.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import torch
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
 
-_MODULE = "transformers.masking_utils"
-_MOST_FRAMES = 6
+_MASKS = "transformers.masking_utils"
+_MODELS = "transformers.models.", "transformers_modules."
+_MOST_FRAMES = 60
+_NOT_GIVEN, _NOT_TAKEN = "not given", "not taken"
 
 
 def count_from_zero(rows: int) -> torch.Tensor | bool:
     """Whether the positions of the mask that is being made are 0 to ``rows - 1`` in every row of
-    the batch; False where there is no telling."""
-    positions = _of_the_caller()
+    the batch, as they are where the model was given none; False where there is no telling."""
+    positions = _positions()
+    if positions is _NOT_GIVEN or positions is _NOT_TAKEN:
+        return rows > 0
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or not rows:
         return False
     if positions.shape[1] != rows or positions.is_floating_point():
@@ -29,15 +34,33 @@ def count_from_zero(rows: int) -> torch.Tensor | bool:
     return (positions == torch.arange(rows, device=positions.device)).all()
 
 
-def _of_the_caller():
-    frame = sys._getframe(1)
+def taken_by_the_model() -> bool:
+    """Whether the forward that has its mask made takes ``position_ids``, as far as one can tell."""
+    return _positions() is not _NOT_TAKEN
+
+
+def _positions():
+    """A tensor, ``_NOT_GIVEN``, ``_NOT_TAKEN`` or, where there is no telling, None.
+
+    A forward in the middle may have made its own of what the outermost one was not given.
+    """
+    frame, found = sys._getframe(1), None
     for _ in range(_MOST_FRAMES):
         frame = frame.f_back
         if frame is None:
-            return None
-        if frame.f_globals.get("__name__") == _MODULE and "position_ids" in frame.f_locals:
-            return frame.f_locals["position_ids"]
-    return None
+            break
+        name = frame.f_globals.get("__name__", "")
+        of_model = name.startswith(_MODELS)
+        if not of_model and name != _MASKS:
+            continue
+        if "position_ids" in frame.f_locals:
+            positions = frame.f_locals["position_ids"]
+            if of_model and positions is None:
+                return _NOT_GIVEN
+            found = positions if found is None else found
+        elif of_model and found is None and frame.f_code.co_name == "forward":
+            found = _NOT_TAKEN
+    return found
 
 
 def begin_elsewhere(layout: Balancer | None, lengths: list[int]) -> list[int]:

@@ -23,6 +23,7 @@ from cp_dispatch.flex.style import (
     lengths_of_masks,
     value_at,
 )
+from cp_dispatch.hf_masks import check_implementation
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule, no_fast_path
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
@@ -101,6 +102,7 @@ class ContextParallel(ParallelStyle):
             )
             module.register_forward_hook(self._leave_flex, always_call=True)
             return module
+        check_implementation(module, device_mesh)
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
@@ -138,6 +140,7 @@ class ContextParallel(ParallelStyle):
 
     def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
         """Local inputs, those that were DTensors, and the block."""
+        check_implementation(module, mesh)
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
         wholes = self._wholes(mesh, given)

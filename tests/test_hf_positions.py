@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cp_dispatch import HeadTail
-from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero
+from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero, taken_by_the_model
 
 PRETEND = {"__name__": "transformers.masking_utils", "count_from_zero": count_from_zero}
 exec(
@@ -27,6 +27,43 @@ exec(
 ])  # fmt: skip
 def test_positions_are_found(positions, counted):
     assert bool(PRETEND["create_mask"](4, positions)) == counted
+
+
+def of_a_model(source: str):
+    """``forward`` of a module of transformers.models, whose masks are made without positions."""
+    masks = {"__name__": "transformers.masking_utils"}
+    masks["asked"] = lambda rows: (bool(count_from_zero(rows)), taken_by_the_model())
+    exec("def create_mask(rows): return asked(rows)", masks)
+    model = {"__name__": "transformers.models.some.modeling_some"}
+    model["create_mask"] = masks["create_mask"]
+    exec(source, model)
+    return model["forward"]
+
+
+@pytest.mark.parametrize("given, counted", [
+    (None, True), (torch.arange(4)[None], True), (torch.arange(4, 8)[None], False),
+])  # fmt: skip
+def test_positions_are_found_in_the_model(given, counted):
+    """BERT keeps them from the function that makes the mask."""
+    forward = of_a_model(
+        "def masks(rows): return create_mask(rows)\n"
+        "def forward(rows, position_ids=None): return masks(rows)\n"
+    )
+    assert forward(4, position_ids=given) == (counted, True)
+
+
+@pytest.mark.parametrize("given, counted", [(None, True), (torch.arange(4, 8)[None], False)])
+def test_positions_that_a_model_made_were_not_given(given, counted):
+    """OPT counts what is no padding, so that its own need not be 0 to the end."""
+    forward = of_a_model(
+        "def decoder(rows, position_ids): return create_mask(rows)\n"
+        "def forward(rows, made, position_ids=None): return decoder(rows, made)\n"
+    )
+    assert forward(4, torch.tensor([[0, 1, 2, -1]]), given) == (counted, True)
+
+
+def test_a_model_that_takes_no_positions():
+    assert of_a_model("def forward(rows): return create_mask(rows)")(4) == (True, False)
 
 
 def test_no_positions_and_no_rows():

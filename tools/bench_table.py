@@ -7,6 +7,7 @@ Each table stands between markers that name its file: ``<!-- bench FILE -->`` an
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import re
@@ -156,4 +157,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

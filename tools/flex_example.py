@@ -9,6 +9,7 @@ unfused op, forward alone, because torch refuses FlexAttention's gradients on CP
 
 from __future__ import annotations
 
+import argparse
 import os
 
 import torch
@@ -110,4 +111,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

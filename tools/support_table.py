@@ -14,10 +14,10 @@ puts the table into the README.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import pathlib
-import sys
 
 import torch
 import torch.distributed as dist
@@ -311,7 +311,14 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"]:
-        run_all(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run").add_argument("device", choices=("cpu", "cuda"))
+    commands.add_parser("write")
+    args = parser.parse_args()
+    if args.command == "run":
+        run_all(args.device)
     else:
         write()

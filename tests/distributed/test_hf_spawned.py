@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
 import cp_dispatch
@@ -294,6 +295,112 @@ def positions_not_given(env: Env) -> None:
         assert "pass position_ids of the whole sequence, as one more of the buffers" in text
 
 
+def small(kind: str):
+    """Models that make their masks in other ways, in eval mode."""
+    torch.manual_seed(0)
+    wide = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4}
+    wide |= {"num_hidden_layers": 2, "attn_implementation": "sdpa", "use_cache": False}
+    if kind == "BERT":
+        config = transformers.BertConfig(**wide, intermediate_size=64)
+        return transformers.BertForMaskedLM(config).eval()
+    if kind == "Falcon":
+        return transformers.FalconForCausalLM(transformers.FalconConfig(**wide, alibi=False)).eval()
+    if kind == "Llama 4":
+        config = transformers.Llama4TextConfig(
+            **wide | {"num_hidden_layers": 4}, num_key_value_heads=2, head_dim=8, pad_token_id=0,
+            intermediate_size=64, intermediate_size_mlp=64, attention_chunk_size=WINDOW,
+            num_local_experts=2,
+        )  # fmt: skip
+        return transformers.Llama4ForCausalLM(config).eval()
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder")
+             for name in ("layers", "attention_heads")}  # fmt: skip
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, **sides,
+        attn_implementation="sdpa", use_cache=False, init_std=0.15, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
+def positions_of_its_own(env: Env) -> None:
+    """Models that make masks without positions: refused on every rank alike, where they would
+    count them from 0, and right where they are given."""
+    tokens = batches(1)[0][0]
+    every = list(range(env.world_size))
+    for kind, words in (
+        ("BERT", f"count on from 0 on ranks {every[1:]}, which hold other positions"),
+        ("BART", "this model takes no position_ids"),
+    ):
+        model = small(kind).to(env.device)
+        own = tokens.to(env.device, copy=True)
+        with cp_dispatch.context_parallel(
+            env.mesh(), buffers=[own], buffer_seq_dims=[1], balancer=None
+        ):
+            with pytest.raises(cp_dispatch.ContextParallelError, match=words.replace("[", r"\[")):
+                model(own)
+        with torch.no_grad():
+            if kind == "BERT":
+                same_logits(env, model, None)
+            else:
+                same_by_dtensors(env, model)
+
+
+def same_logits(env: Env, model, balancer) -> None:
+    """Of buffers of a block, in head-tail order beside an attention_mask of ones."""
+    tokens = batches(1)[0][0].to(env.device)
+    want = model(tokens).logits
+    named = {"position_ids": torch.arange(LENGTH, device=env.device)[None]}
+    if balancer is not None:
+        named["attention_mask"] = torch.ones_like(tokens)
+    own = tokens.clone()
+    buffers = [own, *named.values()]
+    with cp_dispatch.context_parallel(
+        env.mesh(), buffers=buffers, buffer_seq_dims=[1] * len(buffers), balancer=balancer
+    ):
+        got = model(own, **named).logits
+    got = cp_dispatch.context_parallel_unshard(env.mesh(), [got], [1], balancer=balancer)[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def same_by_dtensors(env: Env, model) -> None:
+    """Whole positions that a model makes by itself are plain tensors, replicated by torch."""
+    tokens = batches(1)[0][0].to(env.device)
+    want = model(tokens, decoder_input_ids=tokens).logits
+    distribute_module(model, env.mesh())
+    tokens = distribute(tokens, env.mesh(), [Shard(1)])
+    with cp_dispatch.enabled(), implicit_replication():
+        got = model(tokens, decoder_input_ids=tokens).logits
+    assert got.placements == (Shard(1),)
+    torch.testing.assert_close(got.full_tensor(), want, rtol=1e-4, atol=1e-4)
+
+
+def masks_of_other_models(env: Env) -> None:
+    """A mask that a model wants although none is needed; chunks in an order with a mask of ones."""
+    with torch.no_grad():
+        for balancer in None, HEAD_TAIL:
+            for kind in "Falcon", "Llama 4":
+                same_logits(env, small(kind).to(env.device), balancer)
+
+
+def attention_that_is_not_seen(env: Env) -> None:
+    """It would stay within a shard, and does again outside of the block."""
+    model = build("Llama", env.device)
+    tokens = batches(1)[0][0].to(env.device)
+    for kind, instead in (
+        ("eager", "use attn_implementation='sdpa'"),
+        ("flex_attention", "pass as attention_mask the BlockMask of the whole sequence"),
+    ):
+        model.set_attn_implementation(kind)
+        words = f"attn_implementation='{kind}' is refused .*{instead}"
+        with pytest.raises(cp_dispatch.ContextParallelError, match=words):
+            in_block(env, None)(model, tokens.clone(), tokens.clone())
+    model.set_attn_implementation("eager")
+    style = cp_dispatch.ContextParallel(seq_dim=1)
+    with pytest.raises(cp_dispatch.ContextParallelError, match="refused in ContextParallel"):
+        parallelize_module(model, env.mesh(), {"model.layers.*.self_attn": style})
+    want = build("Llama", env.device)(tokens).logits
+    torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
+
+
 def window_of_a_style(env: Env) -> None:
     """A module in a style gets the mask that was made outside, which is none where a shard is no
     longer than the window, although the sequence is: refused, and right without a window."""
@@ -337,6 +444,9 @@ CASES = {
     "compiled": compiled,
     "refused on every rank": refused_on_every_rank,
     "positions that are not given": positions_not_given,
+    "positions of its own": positions_of_its_own,
+    "masks of other models": masks_of_other_models,
+    "attention that is not seen": attention_that_is_not_seen,
     "padding of a whole shard": padding_of_a_whole_shard,
 }
 
