@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import Pairs
 from cp_dispatch.schedules.comm import Ring
 
 

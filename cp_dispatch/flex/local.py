@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
+from cp_dispatch.by_need.ownership import Ownership, ownership
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
@@ -19,7 +20,6 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
-from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
