@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import disable_current_modes, group_name, new_group_of_these
 
-_joint_groups: dict[tuple, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+#: By the world that they are in, for ranks mean others after destroy_process_group, and ranks that
+#: are threads have a world each; then by their ranks.
+_joint_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def ring_group_name(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
@@ -26,10 +32,7 @@ def ring_group_name(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
             slice(None) if dim in mesh_dims else at for dim, at in enumerate(mesh.get_coordinate())
         )
         ranks = tuple(mesh.mesh[index].flatten().tolist())
-        world = dist.group.WORLD
-        known = _joint_groups.get(ranks)
-        # Ranks mean others after destroy_process_group.
-        if known is None or known[0] is not world:
-            joint = new_group_of_these(ranks)
-            known = _joint_groups[ranks] = (world, joint)
-    return group_name(known[1])
+        known = _joint_groups.setdefault(dist.group.WORLD, {})
+        if ranks not in known:
+            known[ranks] = new_group_of_these(ranks)
+    return group_name(known[ranks])
