@@ -14,7 +14,7 @@ from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import from_text
 from cp_dispatch.merge import plain_batch, token_major
-from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules import SCHEDULES, flags_alone
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 
@@ -85,8 +85,14 @@ def _job(
 def run_forward(job: Job, schedule, query: Tensor, key: Tensor, value: Tensor):
     """Output and logsumexp of this rank's shards."""
     _check_shards(job, query, key)
-    padded = (job.backend.pad(plain_batch(x)) for x in (query, key, value))
-    output, logsumexp = schedule.forward(job, *padded)
+    if job.ring is not None:
+        job.ring.steps.clear()
+    try:
+        padded = (job.backend.pad(plain_batch(x)) for x in (query, key, value))
+        output, logsumexp = schedule.forward(job, *padded)
+    except BaseException:
+        flags_alone.finish(job, schedule.forward, (query, key, value))
+        raise
     recomputed.note(logsumexp, job.layout)
     return _unpad(output, value.size(-1)), logsumexp
 
@@ -98,8 +104,14 @@ def run_backward(
     _check_shards(job, query, key)
     recomputed.check(logsumexp, job.layout)
     inputs = grad_output, query, key, value, output
-    padded = (job.backend.pad(plain_batch(x)) for x in inputs)
-    dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+    if job.ring is not None:
+        job.ring.steps.clear()
+    try:
+        padded = (job.backend.pad(plain_batch(x)) for x in inputs)
+        dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+    except BaseException:
+        flags_alone.finish(job, schedule.backward, (*inputs, logsumexp), key_grad, mask_grad)
+        raise
     return (
         _unpad(dq, query.size(-1)),
         _unpad(dk, key.size(-1)) if key_grad else placeholder(key),
@@ -128,7 +140,12 @@ class Repeated:
         if known is None:
             return run_forward(self._job, self._schedule, query, key, value)
         tensors = plain_batch(query), plain_batch(key), plain_batch(value)
-        results = known.forward(*tensors)
+        self._job.ring.steps.clear()
+        try:
+            results = known.forward(*tensors)
+        except BaseException:
+            flags_alone.finish(self._job, self._schedule.forward, tensors)
+            raise
         if results is None:
             results = run_forward(self._job, self._schedule, *tensors)
             known.learn_forward(*tensors)
@@ -145,7 +162,12 @@ class Repeated:
         if known is not None:
             recomputed.check(logsumexp, self._layout)
             tensors = *map(plain_batch, tensors[:5]), logsumexp
-            grads = known.backward(*tensors)
+            self._job.ring.steps.clear()
+            try:
+                grads = known.backward(*tensors)
+            except BaseException:
+                flags_alone.finish(self._job, self._schedule.backward, tensors, True, False)
+                raise
             if grads is not None:
                 return grads
         grads = run_backward(self._job, self._schedule, *tensors, key_grad, False)[:3]

@@ -16,13 +16,14 @@ reader, who puts it back to 0. One step of the protocol, alike on every rank and
     release  (that one waits until the current stream has read what came)
 
 No flag counts, so that a step can be replayed by a CUDA graph. A rank waits only for what its
-peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order.
+peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order. Boxes
+note down which steps a call has done, so that one that fails gets to its end (:mod:`flags_alone`).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableSequence, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +46,11 @@ _GRAIN = 2**21
 class Mailbox:
     """One room of ``size`` bytes on every rank of a group. Made by all ranks together."""
 
-    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int):
+    def __init__(
+        self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int, name: str,
+        steps: MutableSequence,
+    ):  # fmt: skip
+        self._steps, self._marks = steps, [(name, step) for step in range(3)]
         self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
         self._side = stream
         self.device = stream.device
@@ -97,6 +102,7 @@ class Mailbox:
         if torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         self._is_quiet = False
+        self._steps.append(self._marks[OPENED])
         flags = self._there[_FREE]
         raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
@@ -117,6 +123,7 @@ class Mailbox:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
         self._is_quiet = False
+        self._steps.extend(self._marks[BEGUN:])
         push_slabs(
             targets, sources, self._own, (), _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
@@ -150,6 +157,13 @@ class Mailbox:
         if opens_too is not None:
             raise_first = [*raise_first, *opens_too._all[0][_FREE]]
             opens_too._is_quiet = False
+            self._steps.append(opens_too._marks[OPENED])
+        if opens:
+            self._steps.append(self._marks[OPENED])
+        if first:
+            self._steps.append(self._marks[BEGUN])
+        if last:
+            self._steps.append(self._marks[ENDED])
         push_rows(
             sources, self._own, moves, raise_first, here[_FREE] if first else (),
             there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
@@ -211,6 +225,9 @@ class Mailbox:
 
 
 _FREE, _FULL = 0, 1
+#: What a call has done with a box, as boxes note down: told that others may write here, taken their
+#: word that they let this rank write, told that it has and taken theirs.
+OPENED, BEGUN, ENDED = range(3)
 
 
 def on_default_stream(device: torch.device) -> bool:
@@ -243,10 +260,15 @@ _retired: list[Mailbox] = []
 
 
 def mailbox(
-    group: dist.ProcessGroup, stream: torch.cuda.Stream | None, name: str, size: int
+    group: dist.ProcessGroup,
+    stream: torch.cuda.Stream | None,
+    name: str,
+    size: int,
+    steps: MutableSequence,
 ) -> Mailbox | None:
     """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
-    where there cannot be one. Every rank of the group must ask alike.
+    where there cannot be one. Every rank of the group must ask alike. ``steps`` are where it notes
+    down ``(name, OPENED)``, ``(name, BEGUN)`` and ``(name, ENDED)``.
 
     Mailboxes are held, so that there is one of each name; a larger one takes its place.
     """
@@ -269,7 +291,7 @@ def mailbox(
             _retired.append(known[1])  # its replays go on writing there
     room = -(-size // _GRAIN) * _GRAIN
     readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
-    box = _apart(stream.device, _make, group, stream, room, readers)
+    box = _apart(stream.device, _make, group, stream, room, readers, name, steps)
     _boxes[key] = group, box
     return box
 
@@ -279,10 +301,11 @@ def _make(
     stream: torch.cuda.Stream,
     size: int,
     readers: Sequence[torch.cuda.Stream],
+    *notes,
 ) -> Mailbox:
     if readers:
         _meet(group, stream.device, readers)  # nobody writes to, or reads, what goes now
-    box = Mailbox(group, stream, size)
+    box = Mailbox(group, stream, size, *notes)
     _meet(group, stream.device, ())  # all flags are 0
     return box
 

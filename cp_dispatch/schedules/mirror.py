@@ -90,18 +90,6 @@ def to_natural(ring: Ring, *tensors: Tensor) -> Exchange:
     return Exchange(ring, tensors, give=1 if ring.rank < _mirror(ring) else 0, keep_at=0)
 
 
-def give_up(ring: Ring, *like: Tensor) -> None:
-    """After an error, instead of :func:`to_natural` of tensors like these: flags alone, for which
-    the mirror rank waits where ranks write to rooms. Collectives end with the process group."""
-    peer = _mirror(ring)
-    box = ring.mailbox("halves", _message_bytes([x.tensor_split(2, dim=2)[0] for x in like]))
-    if box is not None and peer != ring.rank:
-        box.open([peer])
-        box.push([], [], [peer])
-        box.wait()
-        box.release()
-
-
 def _mirror(ring: Ring) -> int:
     return ring.world_size - 1 - ring.rank
 
