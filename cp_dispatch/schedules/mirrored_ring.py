@@ -33,11 +33,10 @@ def _geometry(length: int, world_size: int, causal: bool) -> Geometry:
 
 def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`cp_dispatch.schedules.ring.forward`."""
-    query, key, value = to_pairs(job.ring, query, key, value).finish()
+    query, key, value = to_pairs(job.ring, query, key, value)
     output, logsumexp = ring.forward(job, query, key, value)
     del query, key, value
-    output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1)).finish()
-    return output, logsumexp.squeeze(-1).contiguous()
+    return tuple(to_natural(job.ring, output, logsumexp))
 
 
 def backward(
@@ -52,14 +51,11 @@ def backward(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`cp_dispatch.schedules.ring.backward`."""
-    *tensors, logsumexp = to_pairs(
-        job.ring, grad_output, query, key, value, output, logsumexp.unsqueeze(-1)
-    ).finish()
-    logsumexp = logsumexp.squeeze(-1).contiguous()
+    *tensors, logsumexp = to_pairs(job.ring, grad_output, query, key, value, output, logsumexp)
     dq, dk, dv, grad_mask = ring.backward(job, *tensors, logsumexp, key_grad, mask_grad)
     del tensors, logsumexp
     if key_grad:
-        dq, dk, dv = to_natural(job.ring, dq, dk, dv).finish()
+        dq, dk, dv = to_natural(job.ring, dq, dk, dv)
     else:
-        (dq,) = to_natural(job.ring, dq).finish()
+        (dq,) = to_natural(job.ring, dq)
     return dq, dk, dv, grad_mask
