@@ -37,7 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cp_dispatch
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.layouts import laid_out
-from cp_dispatch.schedules import mailbox
+from cp_dispatch.schedules import mailboxes
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -200,7 +200,7 @@ def steps(problem: Problem, inputs, grad, call):
 
 def _mailbox_bytes() -> int:
     """What mailboxes hold beside torch's statistics, while this project is the one that runs."""
-    return mailbox.held_bytes() if cp_dispatch.is_enabled() else 0
+    return mailboxes.held_bytes() if cp_dispatch.is_enabled() else 0
 
 
 def measure(step, args, cuda: bool) -> dict:
@@ -379,7 +379,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
             if cuda:
                 gc.collect()
                 torch.cuda.empty_cache()
-                mailbox.free()  # the next one's memory is its own
+                mailboxes.free()  # the next one's memory is its own
     if cuda and KERNELS_ALONE not in args.skip:
         name = {"implementation": KERNELS_ALONE}
         try:

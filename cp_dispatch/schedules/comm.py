@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single, new_group_of_these
-from cp_dispatch.schedules.mailbox import Mailbox, mailbox
+from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.mailboxes import mailbox
 from cp_dispatch.schedules.reach import is_used_by
 
 _MOST_STEPS = 2**16
@@ -120,7 +121,7 @@ class Ring:
         return self.stream is not None
 
     def mailbox(self, name: str, size: int) -> Mailbox | None:
-        """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
+        """See :func:`cp_dispatch.schedules.mailboxes.mailbox`."""
         return mailbox(self.group, self.stream, name, size, self.steps)
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from cp_dispatch.schedules import mailbox
+from cp_dispatch.schedules import mailbox, mailboxes
 
 
 class Stream:
@@ -33,11 +33,11 @@ def made(size: int, log: list[str], current: Stream, side: Stream):
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch.cuda, "current_stream", lambda device=None: current),
         mock.patch.object(dist, "barrier", lambda group, **_: log.append("ranks")),
-        mock.patch.object(mailbox, "is_used_by", lambda group: True),
-        mock.patch.object(mailbox, "Mailbox", lambda *_: log.append("made") or box),
-        mock.patch.object(mailbox, "_apart", apart),
+        mock.patch.object(mailboxes, "is_used_by", lambda group: True),
+        mock.patch.object(mailboxes, "Mailbox", lambda *_: log.append("made") or box),
+        mock.patch.object(mailboxes, "_apart", apart),
     ):
-        return mailbox.mailbox(group, side, "keys", size, [])
+        return mailboxes.mailbox(group, side, "keys", size, [])
 
 
 def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
@@ -46,7 +46,7 @@ def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
     log: list[str] = []
     current, side = Stream("current", log), Stream("side", log)
     meeting = ["the thread's", "ranks", "the thread's"]
-    with mock.patch.dict(mailbox._boxes, clear=True):
+    with mock.patch.dict(mailboxes._boxes, clear=True):
         made(2**21, log, current, side)
         assert log == ["made", *meeting]
         log.clear()
@@ -58,7 +58,7 @@ def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box = object.__new__(mailbox.Mailbox)
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
     box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
-    box._side, box.is_in_a_graph = mock.Mock(), False
+    box.side, box.is_in_a_graph = mock.Mock(), False
     box._steps, box._marks = steps, [(name, step) for step in range(3)]
     return box
 
