@@ -33,8 +33,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import KERNELS, about, failure, progress, worst_rank
+from bench_record import about, failure, progress
 from bench_table import train_table
+from bench_timing import worst_rank
+from bench_ways import KERNELS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as torchs_context_parallel
 from torch.nn.attention import sdpa_kernel
