@@ -2,10 +2,14 @@
 
 In eval mode without gradients both modules call one op that holds the projections as well, and
 never call scaled_dot_product_attention. DTensor has no rule for these ops; while enabled they are
-computed on DTensors from their parts, of which attention is ours.
+computed on DTensors from their parts, of which attention is ours. Where shards are plain tensors,
+the modules are kept from them.
 """
 
 from __future__ import annotations
+
+import contextlib
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -93,3 +97,26 @@ def _seen(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
         return None
     seen = ~mask.to(torch.bool)
     return seen[:, None, None, :] if mask_type == 1 else seen
+
+
+_lock = threading.Lock()
+_fast_paths: list[bool] = []  # what to go back to, once for each block
+
+
+@contextlib.contextmanager
+def no_fast_path():
+    """Keep ``nn.MultiheadAttention`` and encoder layers from their fused inference kernels, which
+    do not call ``F.scaled_dot_product_attention``."""
+    mha = torch.backends.mha
+    with _lock:
+        _fast_paths.append(mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        with _lock:
+            # The first to enter saw what was there before; the last to leave puts it back.
+            before = _fast_paths[0]
+            _fast_paths.pop()
+            if not _fast_paths:
+                mha.set_fastpath_enabled(before)

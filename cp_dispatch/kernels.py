@@ -14,7 +14,7 @@ from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import from_text
 from cp_dispatch.merge import plain_batch, token_major
-from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules import SCHEDULES, flags_alone
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 
@@ -97,8 +97,14 @@ def _positive(scale: float) -> tuple[float, float]:
 def run_forward(job: Job, schedule, query: Tensor, key: Tensor, value: Tensor):
     """Output and logsumexp of this rank's shards."""
     _check_shards(job, query, key)
-    padded = (job.backend.pad(plain_batch(x)) for x in (_signed(job, query), key, value))
-    output, logsumexp = schedule.forward(job, *padded)
+    if job.ring is not None:
+        job.ring.steps.clear()
+    try:
+        padded = (job.backend.pad(plain_batch(x)) for x in (_signed(job, query), key, value))
+        output, logsumexp = schedule.forward(job, *padded)
+    except BaseException:
+        flags_alone.finish(job, schedule.forward, (query, key, value))
+        raise
     recomputed.note(logsumexp, job.layout)
     return _unpad(output, value.size(-1)), logsumexp
 
@@ -109,9 +115,16 @@ def run_backward(
     """Gradients of this rank's query, key, value and mask."""
     _check_shards(job, query, key)
     recomputed.check(logsumexp, job.layout)
-    inputs = grad_output, _signed(job, query), key, value, output
-    padded = (job.backend.pad(plain_batch(x)) for x in inputs)
-    dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+    if job.ring is not None:
+        job.ring.steps.clear()
+    inputs = grad_output, query, key, value, output
+    try:
+        signed = grad_output, _signed(job, query), key, value, output
+        padded = (job.backend.pad(plain_batch(x)) for x in signed)
+        dq, dk, dv, dmask = schedule.backward(job, *padded, logsumexp, key_grad, mask_grad)
+    except BaseException:
+        flags_alone.finish(job, schedule.backward, (*inputs, logsumexp), key_grad, mask_grad)
+        raise
     return (
         _signed(job, _unpad(dq, query.size(-1))),
         _unpad(dk, key.size(-1)) if key_grad else placeholder(key),
@@ -143,10 +156,16 @@ class Repeated:
         known = self._find(query)
         if known is None:
             return run_forward(self._job, self._schedule, query, key, value)
-        results = known.forward(query, key, value)
+        tensors = query, key, value
+        self._job.ring.steps.clear()
+        try:
+            results = known.forward(*tensors)
+        except BaseException:
+            flags_alone.finish(self._job, self._schedule.forward, tensors)
+            raise
         if results is None:
-            results = run_forward(self._job, self._schedule, query, key, value)
-            known.learn_forward(query, key, value)
+            results = run_forward(self._job, self._schedule, *tensors)
+            known.learn_forward(*tensors)
         else:
             recomputed.note(results[1], self._layout)
         return results
@@ -159,7 +178,12 @@ class Repeated:
         tensors = grad_output, query, key, value, output, logsumexp
         if known is not None:
             recomputed.check(logsumexp, self._layout)
-            grads = known.backward(*tensors)
+            self._job.ring.steps.clear()
+            try:
+                grads = known.backward(*tensors)
+            except BaseException:
+                flags_alone.finish(self._job, self._schedule.backward, tensors, True, False)
+                raise
             if grads is not None:
                 return grads
         grads = run_backward(self._job, self._schedule, *tensors, key_grad, False)[:3]

@@ -23,9 +23,10 @@ from cp_dispatch.flex.style import (
     lengths_of_masks,
     value_at,
 )
+from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.hf_masks import check_implementation
 from cp_dispatch.layouts import Balancer
-from cp_dispatch.plain import current_schedule, no_fast_path
+from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
 from cp_dispatch.toggle import current_options, enabled, plain_context, plain_shards
 from cp_dispatch.traced_style import map_tensors, traced_forward

@@ -24,24 +24,19 @@ change the import, and old code runs. What differs from torch 2.13:
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dispatch.errors import (
-    ContextParallelError,
     ContextParallelNotImplementedError,
     ContextParallelValueError,
 )
-from cp_dispatch.flex.plain import local_form, swap
-from cp_dispatch.layouts import Balancer, Span, shard, unshard
+from cp_dispatch.fused_modules import no_fast_path
+from cp_dispatch.layouts import Balancer, unshard
 from cp_dispatch.layouts.buffers import permute
-from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.plain_buffers import checked, length_of, shard_of, swapped
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
 from cp_dispatch.toggle import plain_shards
 
@@ -49,9 +44,6 @@ from cp_dispatch.toggle import plain_shards
 ROTATE_METHODS = {"allgather": "auto", "alltoall": "ring"}
 
 _schedule = ROTATE_METHODS["allgather"]
-_lock = threading.Lock()
-_sharded: set[int] = set()  # ids of the buffers of all blocks
-_fast_paths: list[bool] = []  # what to go back to, once for each block
 
 
 @contextlib.contextmanager
@@ -100,11 +92,11 @@ def context_parallel(
             calls in the block that are not supported or ambiguous.
     """
     check_order(mesh, balancer)
-    buffers, dims, keep = _checked(buffers, buffer_seq_dims, no_restore_buffers)
-    lengths = [_length(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    buffers, dims, keep = checked(buffers, buffer_seq_dims, no_restore_buffers)
+    lengths = [length_of(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
     with torch.no_grad():
         shards = [
-            _shard_of(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
+            shard_of(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
             for buffer, dim, length in zip(buffers, dims, lengths, strict=True)
         ]
     context = PlainContext(
@@ -115,7 +107,7 @@ def context_parallel(
         uneven=any(length % mesh.size() for length in lengths),
         whole_lengths=tuple(lengths),
     )
-    with plain_shards(context), no_fast_path(), _swapped(buffers, shards, keep):
+    with plain_shards(context), no_fast_path(), swapped(buffers, shards, keep):
         yield
 
 
@@ -181,139 +173,3 @@ def set_rotate_method(rotate_method: str) -> None:
 def current_schedule() -> str:
     """What :func:`set_rotate_method` said."""
     return _schedule
-
-
-# -- Buffers ----------------------------------------------------------------------------------
-
-
-def _shard_of(mesh: DeviceMesh, buffer, dim: int, layout: Balancer | None):
-    """A buffer's shard; of a BlockMask the fields that it gets."""
-    own = shard(mesh, buffer, dim, layout)
-    if not isinstance(buffer, BlockMask):
-        return own
-    rank, size = mesh.get_local_rank(), mesh.size()
-    rows, keys = (chunk(Span(0, length), size)[rank].length for length in buffer.seq_lengths)
-    return local_form(own, rows, keys)
-
-
-def _length(buffer, dim: int) -> int:
-    return buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else buffer.shape[dim]
-
-
-def _checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
-    """Buffers, their sequence dims, and the ids of those that are not to be restored."""
-    buffers, dims = list(buffers or ()), list(dims or ())
-    if len(buffers) != len(dims):
-        raise ContextParallelValueError(
-            f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints"
-        )
-    ids = [id(buffer) for buffer in buffers]
-    keep = {id(buffer) for buffer in no_restore or ()}
-    if not keep <= set(ids):
-        raise ContextParallelValueError("no_restore_buffers must be a subset of buffers")
-    for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
-        name = f"buffers[{i}]"
-        if isinstance(buffer, BlockMask):
-            if ids.index(id(buffer)) != i or id(buffer) in _sharded:
-                raise ContextParallelError(
-                    f"{name}, a BlockMask, is already this rank's rows, of this block or of one "
-                    "around it; name each buffer once"
-                )
-            continue
-        if not isinstance(buffer, torch.Tensor):
-            raise ContextParallelValueError(f"{name} must be a tensor, got {type(buffer).__name__}")
-        if buffer.requires_grad:
-            raise ContextParallelError(
-                f"{name} {list(buffer.shape)} needs a gradient, which would be one of the whole "
-                "tensor; make the shard need it, inside the block, or use cp_dispatch.shard"
-            )
-        if ids.index(id(buffer)) != i or id(buffer) in _sharded:
-            raise ContextParallelError(
-                f"{name} {list(buffer.shape)} is already a shard, of this block or of one around "
-                "it; name each buffer once"
-            )
-        if (
-            isinstance(dim, bool)
-            or not isinstance(dim, int)
-            or not -buffer.ndim <= dim < buffer.ndim
-        ):
-            raise ContextParallelValueError(
-                f"{name} has shape {list(buffer.shape)}, which has no dim {dim!r}"
-            )
-    return buffers, dims, keep
-
-
-@contextlib.contextmanager
-def _swapped(buffers: list, shards: list, keep: set[int]):
-    """The buffers hold the shards inside; outside they have their own storage again.
-
-    Autograd saves a buffer by reference, and would find the whole tensor in a backward after the
-    block. So what is saved inside is saved as an alias, which keeps the shard.
-    """
-    masks = [(x, own) for x, own in zip(buffers, shards, strict=True) if isinstance(x, BlockMask)]
-    tensors = [pair for pair in zip(buffers, shards, strict=True) if isinstance(pair[0], Tensor)]
-    buffers, shards = ([pair[i] for pair in tensors] for i in (0, 1))
-    ids = {id(buffer) for buffer in buffers} | {id(mask) for mask, _ in masks}
-    originals = [None if id(buffer) in keep else buffer.detach() for buffer in buffers]
-    fields = []
-    aliases = _aliases(ids) if any(x is not None for x in originals) else contextlib.nullcontext()
-    with _lock:
-        _sharded.update(ids)
-    try:
-        for buffer, own in zip(buffers, shards, strict=True):
-            _put(buffer, own)
-        fields += [(mask, swap(mask, own)) for mask, own in masks]
-        with aliases:
-            yield
-    finally:
-        for buffer, original in zip(buffers, originals, strict=True):
-            if original is not None:
-                buffer.data = original
-        for mask, before in fields:
-            if id(mask) not in keep:
-                swap(mask, before)
-        with _lock:
-            _sharded.difference_update(ids)
-
-
-def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:
-    buffer.data = own
-    if not buffer.is_inference():
-        increment_version(buffer)  # a graph that was built before must not find the shard
-
-
-def _aliases(ids: set[int]):
-    def pack(tensor):
-        # Of a buffer no version is kept: putting the original back is no modification of a shard.
-        return tensor.detach(), None if id(tensor) in ids else tensor._version
-
-    def unpack(saved):
-        alias, version = saved
-        if version is not None and alias._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of shape {list(alias.shape)} saved inside "
-                f"context_parallel is at version {alias._version}, expected {version}"
-            )
-        return alias
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-@contextlib.contextmanager
-def no_fast_path():
-    """Keep ``nn.MultiheadAttention`` and encoder layers from their fused inference kernels, which
-    do not call ``F.scaled_dot_product_attention``."""
-    mha = torch.backends.mha
-    with _lock:
-        _fast_paths.append(mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        with _lock:
-            # The first to enter saw what was there before; the last to leave puts it back.
-            before = _fast_paths[0]
-            _fast_paths.pop()
-            if not _fast_paths:
-                mha.set_fastpath_enabled(before)

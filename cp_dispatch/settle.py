@@ -24,7 +24,7 @@ from cp_dispatch.options import head_ranks
 from cp_dispatch.schedules import gather_plan, mirror, prefix_plan
 from cp_dispatch.schedules.head_groups import groups_for
 from cp_dispatch.schedules.head_shares import are_alike
-from cp_dispatch.schedules.mailbox import LARGEST
+from cp_dispatch.schedules.mailboxes import LARGEST
 
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan

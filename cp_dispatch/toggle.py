@@ -1,19 +1,11 @@
 """Turning cp_dispatch on and off.
 
-Note [The override]
-~~~~~~~~~~~~~~~~~~~
-``aten::scaled_dot_product_attention`` is composite: torch runs one kernel for every dispatch
-key. While enabled, a Python kernel stands before it at the CPU and CUDA keys and at their
-autograd keys, so it sees each call once, however the function was imported. A call without
-DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
-off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
-calls. Both registrations belong to one ``torch.library.Library``, which is destroyed with the last
-user of the override. The rest goes with it: the rules of ``flex_attention``, what stands before
-torch's causal biases, and :mod:`cp_dispatch.graph_results`. Two things stay: the kernels before
-``varlen_attn``, which pass calls on to torch's after a block, until :func:`disable`; and in
-DTensor's tables the rules of our own ops, which are there from the import on. While enabled,
-``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override.
-Graphs that torch.compile made are guarded, see Note [Guards].
+The override (:mod:`cp_dispatch.override`) goes with its last user, and with it the rules of
+``flex_attention``, what stands before torch's causal biases, and :mod:`cp_dispatch.graph_results`.
+Two things stay: the kernels before ``varlen_attn``, which pass calls on to torch's after a block,
+until :func:`disable`; and in DTensor's tables the rules of our own ops, which are there from the
+import on. While enabled, ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with
+the override. Graphs that torch.compile made are guarded, see Note [Guards].
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
 block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
@@ -24,31 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from cp_dispatch import causal_bias, compile_cache, fused_modules, graph_guards, hf_masks
+from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override
 from cp_dispatch._compat import (
-    composite_kernel,
-    dynamo_traces,
     forget_resolved_kernels,
     in_backward,
     torch_context_parallel_is_on,
     withdraw,
 )
-from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import install as flex
-from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
 from cp_dispatch.varlen import install as varlen
-
-_SDPA = torch.ops.aten.scaled_dot_product_attention.default
-_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
-_VMAP_KEY = "FuncTorchVmapMode"  # where vmap takes the function apart, before any of those
 
 _lock = threading.RLock()
 _stack = OptionStack()
@@ -184,47 +166,21 @@ def _sync() -> None:
     in_use = _stack.in_use or _contexts.in_use
     if in_use and not _installed:
         graph_guards.override_comes(_is_off)
-        # All fetched first: a kernel at one key changes what torch computes for the others.
-        kernels = {key: composite_kernel(key) for key in _KEYS}
-        under_vmap = composite_kernel(_VMAP_KEY)
         library = torch.library.Library("aten", "IMPL")
         try:
-            for key, kernel in kernels.items():
-                # A kernel that somebody else put there stays, and is the one we call on to.
-                library.impl(
-                    "scaled_dot_product_attention",
-                    _override(kernel),
-                    key,
-                    with_keyset=True,
-                    allow_override=True,
-                )
-            with warnings.catch_warnings():
-                # Torch up to 2.13 says that a kernel was there before, which is called on to.
-                warnings.simplefilter("ignore")
-                library.impl(
-                    "scaled_dot_product_attention",
-                    _refusal_of_vmap(under_vmap),
-                    _VMAP_KEY,
-                    with_keyset=True,
-                    allow_override=True,
-                )
-            torch.library.register_torch_dispatch(
-                "aten::scaled_dot_product_attention", DTensor, _inference_rule, lib=library
-            )
-            for name, rule in fused_modules.RULES.items():
-                torch.library.register_torch_dispatch(name, DTensor, _while_on(rule), lib=library)
+            override.install(library, _stack, _contexts, plain_context)
             flex.install(current_options, plain_context, enabled, library)
             varlen.install(current_options, plain_context)
         except BaseException:
             withdraw(library)
             flex.remove()
             raise
-        forget_resolved_kernels(_SDPA)
+        forget_resolved_kernels(override.SDPA)
         causal_bias.install(is_enabled, plain_context)
         _installed.append(library)
     elif _installed and not in_use:
         withdraw(_installed.pop())
-        forget_resolved_kernels(_SDPA)
+        forget_resolved_kernels(override.SDPA)
         flex.remove()
         causal_bias.remove()
         graph_guards.override_goes()
@@ -234,76 +190,3 @@ def _sync() -> None:
 
 def _is_off() -> bool:
     return _stack.current() is None and plain_context() is None
-
-
-def _options_now() -> Options | None:
-    """:func:`current_options`, with a guard on them for the graph that is being traced, if any."""
-    if dynamo_traces() is not None:
-        graph_guards.note_trace("options of cp_dispatch", current_options)
-    return _stack.current()
-
-
-def _override(kernel):
-    """The kernel that stands before torch's ``kernel``. See Note [The override]."""
-
-    def scaled_dot_product_attention(
-        keyset, query, key, value,
-        attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
-    ):  # fmt: skip
-        if involves_dtensor(query, key, value, attn_mask):
-            options = _options_now()
-            if options is not None:
-                result = attend(
-                    options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-                )
-                if result is not NotImplemented:
-                    return result
-        elif _contexts.in_use or dynamo_traces() is not None:
-            if dynamo_traces() is not None:
-                graph_guards.note_trace("the block of context_parallel", plain_context)
-            context = plain_context()
-            if context is not None:
-                result = attend_plain(
-                    context, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-                )
-                if result is not NotImplemented:
-                    return result
-        return kernel.call_boxed(
-            keyset, query, key, value, attn_mask, dropout_p, is_causal,
-            scale=scale, enable_gqa=enable_gqa,
-        )  # fmt: skip
-
-    return scaled_dot_product_attention
-
-
-def _refusal_of_vmap(kernel):
-    """The kernel that stands before vmap's, which would go on to DTensor's own kernels: in a layout
-    those take the order of the shards for that of the sequence."""
-
-    def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
-        if _stack.current() is not None:
-            involves_dtensor(query, key, value, attn_mask)
-        return kernel.call_boxed(keyset, query, key, value, attn_mask, *args, **kwargs)
-
-    return scaled_dot_product_attention
-
-
-def _inference_rule(cls, func, types, args=(), kwargs=None):
-    options = _options_now()
-    if options is None:
-        return NotImplemented
-    return _attend_from_aten(options, *args, **(kwargs or {}))
-
-
-def _while_on(rule):
-    def rule_while_on(cls, func, types, args=(), kwargs=None):
-        return NotImplemented if _options_now() is None else rule(*args, **(kwargs or {}))
-
-    return rule_while_on
-
-
-def _attend_from_aten(
-    options, query, key, value,
-    attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
-):  # fmt: skip
-    return attend(options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -57,10 +57,10 @@ def test_curves():
 
 def test_results_are_kept(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    bench = load("bench")
+    rows = load("bench_record")
     monkeypatch.setitem(sys.modules, "bench_plot", load("bench_plot"))
     record = {"card": "card", "torch": "2", "cuda": None, "date": "today", "rows": ROWS}
-    bench.keep(record, tmp_path / "x" / "results.json", plot=True)
+    rows.keep(record, tmp_path / "x" / "results.json", plot=True)
     names = {path.name for path in (tmp_path / "x").iterdir()}
     assert names == {"results.json", "results.csv", "results.png"}
     with open(tmp_path / "x" / "results.csv", newline="") as file:
@@ -71,11 +71,11 @@ def test_results_are_kept(tmp_path, monkeypatch):
 
 
 def test_failures_are_rows():
-    bench = load("bench")
-    assert bench.failure(torch.OutOfMemoryError("CUDA out of memory. Tried")) == {
+    rows = load("bench_record")
+    assert rows.failure(torch.OutOfMemoryError("CUDA out of memory. Tried")) == {
         "error": "out of memory"
     }
-    assert bench.failure(RuntimeError("a\n  b")) == {"error": "a b"}
+    assert rows.failure(RuntimeError("a\n  b")) == {"error": "a b"}
 
 
 def test_predicted_table():

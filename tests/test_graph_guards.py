@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled, toggle
+from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled, override
 from tests.ranks import one_rank
 
 
@@ -196,7 +196,7 @@ def test_a_first_trace_without_the_override_does_not_hide_it(mesh):
     for _ in range(2):
         attention = Attention(mesh)
         attention.compilations(attention.plain)
-        with enabled(), mock.patch.object(toggle, "attend", wraps=toggle.attend) as attend:
+        with enabled(), mock.patch.object(override, "attend", wraps=override.attend) as attend:
             assert attention.compilations() == 1
             assert attend.call_count >= 2  # the trace and the eager call
 

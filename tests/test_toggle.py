@@ -10,7 +10,15 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.nn.functional import scaled_dot_product_attention as imported_before_enable
 
 import cp_dispatch
-from cp_dispatch import ContextParallelError, disable, enable, enabled, is_enabled, toggle
+from cp_dispatch import (
+    ContextParallelError,
+    disable,
+    enable,
+    enabled,
+    is_enabled,
+    override,
+    toggle,
+)
 from cp_dispatch.options import Options
 from tests.ranks import one_rank
 
@@ -126,7 +134,7 @@ def test_a_dtensor_call_is_taken_however_the_function_was_imported(mesh, functio
     query, key, value = sharded(mesh)
     expected = F.scaled_dot_product_attention(*(x.to_local() for x in (query, key, value)))
     with enabled(), mode():
-        with mock.patch.object(toggle, "attend", wraps=toggle.attend) as attend:
+        with mock.patch.object(override, "attend", wraps=override.attend) as attend:
             out = function(query, key, value)
         assert attend.call_count == 1
     assert out.placements == (Shard(2),) and torch.equal(out.to_local(), expected)
@@ -134,7 +142,7 @@ def test_a_dtensor_call_is_taken_however_the_function_was_imported(mesh, functio
 
 @pytest.mark.parametrize("schedule", ["auto", "ring"])
 def test_a_call_sees_the_options_of_its_scope(mesh, schedule):
-    with mock.patch.object(toggle, "attend", wraps=toggle.attend) as attend:
+    with mock.patch.object(override, "attend", wraps=override.attend) as attend:
         with enabled(), enabled(schedule=schedule):
             F.scaled_dot_product_attention(*sharded(mesh))
             disable()

@@ -21,7 +21,7 @@ import pathlib
 
 import torch
 import torch.distributed as dist
-from bench import measure
+from bench_timing import measure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -33,15 +33,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import KERNELS, about, failure, progress, worst_rank
+from bench_record import about, failure, progress
 from bench_table import train_table
+from bench_timing import worst_rank
+from bench_ways import KERNELS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel as torchs_context_parallel
 from torch.nn.attention import sdpa_kernel
 from train_model import NOTHING, PARTS, WHOLE, attention_gradients, batches, build, model_flops
 
 import cp_dispatch
-from cp_dispatch.schedules import mailbox
+from cp_dispatch.schedules import mailboxes
 
 OUT_OF_MEMORY = failure(torch.OutOfMemoryError())["error"]
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -161,7 +163,7 @@ def train(args: argparse.Namespace, way: Way, compiled: str, mesh: DeviceMesh):
     clock.mark()
     seconds = statistics.median(clock.seconds()[args.warmup :])
     # Rooms that ranks write to are no memory that torch knows of.
-    rooms = mailbox.held_bytes() if cuda and way.block is cp_dispatch.context_parallel else 0
+    rooms = mailboxes.held_bytes() if cuda and way.block is cp_dispatch.context_parallel else 0
     peak = torch.cuda.max_memory_allocated() + rooms if cuda else 0
     seconds, peak = worst_rank([seconds, peak / 2**20], cuda)
     mean = torch.stack(losses)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.backends.parts import cut, few_heads, parts_of
 from cp_dispatch.merge import token_major
 
 #: Blocks of a CUDA grid in its second and third dim.
 CUDA_GRID = 65535
-#: Queries times keys, of all heads, of a kernel call to which its beginning and end matter little.
-#: With half the room for them a gather by cuDNN on 4 H200s took 2.5% longer, forward and backward,
-#: at 8k tokens each, where calls are shorter than this, and 0.3% at 32k.
-LONG_PART = 2**31
 
 
 class Backend:
@@ -49,7 +45,7 @@ class Backend:
     largest_grid: ClassVar[int | None] = None
     #: The most bytes that a backward kernel of grouped heads may take for itself: dK and dV of each
     #: query head, before they are added up, and dQ in float32. It is called for some key heads at a
-    #: time where it would take more; half as much where each call is long enough (``LONG_PART``).
+    #: time where it would take more; half as much where each call is long enough.
     largest_workspace: ClassVar[int | None] = None
 
     def forward(
@@ -68,10 +64,10 @@ class Backend:
         broadcasts to ``(B, H, Sq, Sk)``. Never together with ``causal``. ``dropout`` holds the
         factors ``(B, H, Sq, Sk)`` of the probabilities, for backends that take them.
         """
-        parts = self._parts(query, key)
+        parts = parts_of(self, query, key)
         if parts is not None:
             results = [
-                self.forward(*_cut(part, query, key, value, mask), causal, scale) for part in parts
+                self.forward(*cut(part, query, key, value, mask), causal, scale) for part in parts
             ]
             return tuple(torch.cat(x, parts[0].dim) for x in zip(*results, strict=True))
         bias = None if mask is None else self._bias(mask, query.dtype)
@@ -105,11 +101,11 @@ class Backend:
         ``output`` and ``logsumexp`` are those of the rows over *all* keys, which makes every
         block's share exact on its own. The share of the bias is ``(B, H, Sq, Sk)``.
         """
-        parts = self._parts(query, key) or self._few_heads(query, key, value)
+        parts = parts_of(self, query, key) or few_heads(self, query, key, value)
         if parts is not None:
             results = None
             for part in parts:
-                *rest, part_mask = _cut(
+                *rest, part_mask = cut(
                     part, query, key, value, grad_output, output, logsumexp, mask
                 )
                 q, k, v, go, out, lse = rest
@@ -177,43 +173,6 @@ class Backend:
         """dQ, dK and dV of :meth:`prefix_forward`."""
         raise NotImplementedError
 
-    def _parts(self, query: Tensor, key: Tensor) -> list[_Part] | None:
-        """How to cut a call that is larger than a grid: along the batch, then along the heads."""
-        limit = self.largest_grid
-        if limit is None or (query.size(0) <= limit and query.size(1) <= limit):
-            return None
-        if query.size(0) > limit:
-            return [_Part(0, i, limit, 1) for i in range(0, query.size(0), limit)]
-        groups = query.size(1) // key.size(1)
-        if groups > limit:
-            raise ContextParallelError(
-                f"{self.name} takes at most {limit} query heads for a key head, got {groups}; "
-                "allow the math kernel"
-            )
-        step = limit // groups
-        return [_Part(1, i, step, groups) for i in range(0, key.size(1), step)]
-
-    def _few_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[_Part] | None:
-        """How to cut a backward of grouped heads whose kernel would take too much room."""
-        groups, heads = query.size(1) // max(1, key.size(1)), key.size(1)
-        if self.largest_workspace is None or groups < 2:
-            return None
-        size = groups * (key.numel() + value.numel()) * key.element_size() + 4 * query.numel()
-
-        def step(most: int) -> int:
-            fitting = (
-                n for n in range(heads, 1, -1) if heads % n == 0 and size * n <= heads * most
-            )
-            return next(fitting, 1)
-
-        pairs = query.size(0) * query.size(1) * query.size(2) * key.size(2)
-        found = step(self.largest_workspace // 2)
-        if pairs * found < heads * LONG_PART:
-            found = step(self.largest_workspace)
-        if found == heads:
-            return None
-        return [_Part(1, i, found, groups) for i in range(0, heads, found)]
-
     def _wide_heads(self, query: Tensor, tensor: Tensor) -> Tensor:
         return repeat_heads(tensor, query.size(1) // tensor.size(1))
 
@@ -251,28 +210,6 @@ class Backend:
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         raise NotImplementedError
-
-
-class _Part(NamedTuple):
-    """Key rows ``[start, start + length)`` of ``dim``, batch or heads, and ``groups`` times as
-    many of whatever has the query's heads."""
-
-    dim: int
-    start: int
-    length: int
-    groups: int
-
-
-def _cut(part: _Part, query: Tensor, key: Tensor, value: Tensor, *like_query: Tensor | None):
-    def narrow(tensor, groups):
-        if tensor is None or tensor.size(part.dim) == 1:
-            return tensor
-        rows = slice(part.start * groups, (part.start + part.length) * groups)
-        return tensor[rows] if part.dim == 0 else tensor[:, rows]
-
-    key, value = narrow(key, 1), narrow(value, 1)
-    query, *like_query = (narrow(x, part.groups) for x in (query, *like_query))
-    return query, key, value, *like_query
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

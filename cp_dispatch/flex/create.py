@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from cp_dispatch.by_need.ownership import Ownership, ownership
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, of_tables
-from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.permute import span_indices
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_dispatch.flex.ownership import Ownership
+from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.layouts.tiles import cut as cut_spans
 
 

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
+from cp_dispatch.by_need.ownership import Ownership
+from cp_dispatch.by_need.selector import Pairs, Selector
 from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, packs, pays_to_gather
 from cp_dispatch.flex.offered import Offered
-from cp_dispatch.flex.ownership import Ownership
-from cp_dispatch.flex.rows import Pairs, Selector, copy_all, pack_rows, split_rows
+from cp_dispatch.flex.rows import copy_all, pack_rows, split_rows
 from cp_dispatch.flex.sums import Sums
 
 # Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.flex.mods import Pieces
 from cp_dispatch.flex.needs import Needs, moves
-from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.flex.rows import pack_rows, rows_of
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices

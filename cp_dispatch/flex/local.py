@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
+from cp_dispatch.by_need.ownership import Ownership, ownership
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
@@ -19,12 +20,12 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
-from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.once import once
 
 _OPS = torch.ops.cp_dispatch
 
@@ -78,7 +79,7 @@ class LocalFlex:
         batch = (self.part[0], self.part[1]) if own else None
         return ownership(int(self.plan.query_length), self.plan.ring_shape, self._layout, batch)
 
-    @functools.cached_property
+    @once
     def group_name(self) -> str:
         return ring_group_name(self.call.query.device_mesh, self.plan.mesh_dims)
 
@@ -133,7 +134,7 @@ class LocalFlex:
         whole = -(-int(self.plan.query_length) // block)
         return int(self.call.mask.lists.kv_num.shape[2]), whole, own
 
-    @functools.cached_property
+    @once
     def mask_arguments(self) -> tuple:
         """What all ops take, see :class:`cp_dispatch.flex.mask_job.MaskJob`."""
         return (
@@ -158,11 +159,11 @@ class LocalFlex:
         """Whether this rank's rows are a part of the mask's."""
         return self.plan.world_size > 1 and not self.has_local_rows
 
-    @functools.cached_property
+    @once
     def _whole_blocks(self) -> Blocks:
         return self._cut_all[0] if self._cuts else self._own_part(self.call.mask.lists)
 
-    @functools.cached_property
+    @once
     def _cut_all(self) -> tuple[Blocks, Tensor | None]:
         return self._cut(-1)
 
@@ -231,7 +232,7 @@ class LocalFlex:
         owned = None if all(window.own) else window.spans
         return dataclasses.replace(self.place, keys=window.pieces, owned=owned)
 
-    @functools.cached_property
+    @once
     def _table(self) -> Tensor | None:
         if not self.place.table_lanes:
             return None

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single, resolve_group
+from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.by_need.ownership import Ownership, ownership
 from cp_dispatch.flex import needs as needs_
 from cp_dispatch.flex.cut import Blocks, dense, packed_shapes, touched
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.hops import Hop, Window, window
-from cp_dispatch.flex.kept import Kept
-from cp_dispatch.flex.ownership import Ownership, ownership
 from cp_dispatch.layouts import from_text
 
 kept = Kept()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.flex.cut import touched
-from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 from cp_dispatch.layouts.spans import append

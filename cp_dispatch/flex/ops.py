@@ -9,7 +9,7 @@ In a compiled graph the contents of a block mask are not known, and must not be,
 other lengths would compile anew. So the ops take the mask's tensors and look at them when they run:
 all shapes follow from lengths alone, and the buffer for keys has a place for every position. How
 many rows travel is worked out on the host, once for each new mask (one copy of a small table from
-the device), and kept while the mask's tensors live (:mod:`cp_dispatch.flex.kept`).
+the device), and kept while the mask's tensors live (:mod:`cp_dispatch.by_need.kept`).
 """
 
 from __future__ import annotations

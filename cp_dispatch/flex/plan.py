@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Shard
 
+from cp_dispatch.by_need.ownership import ownership
+from cp_dispatch.by_need.plan import PlanByNeed
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.flex.call import FlexCall, global_shape
 from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
-from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.refusal import refusals
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.options import Options
-from cp_dispatch.plan_by_need import PlanByNeed
 
 _RINGS = ("ring", "natural_ring", "mirrored_ring")
 #: Bytes of keys and values of all positions from which on "auto" is a ring, where that fits: a

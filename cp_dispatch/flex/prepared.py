@@ -19,9 +19,10 @@ from torch import Tensor
 
 from cp_dispatch._compat import view_of
 from cp_dispatch.bounded import keep
+from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
-from cp_dispatch.flex.rows import Pairs, copies
+from cp_dispatch.flex.rows import copies
 from cp_dispatch.parts import way_to_add
 from cp_dispatch.rows import copy_rows, sum_rows
 

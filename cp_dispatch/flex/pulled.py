@@ -18,9 +18,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.carriers import Collectives, finish_wide, kept_wide
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import Pairs, copy_all, split_rows
+from cp_dispatch.flex.rows import copy_all, split_rows
 from cp_dispatch.parts import add_up
 from cp_dispatch.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring

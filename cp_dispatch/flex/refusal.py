@@ -10,9 +10,9 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.flex.call import FlexCall, global_shape
-from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.layouts import Balancer, chunk_spans
 from cp_dispatch.refusal import ascends, form_refusals, label
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cp_dispatch.by_need.selector import Pairs, Selector
 from cp_dispatch.flex.needs import Move
-from cp_dispatch.flex.rows import Pairs, Selector
 from cp_dispatch.permute import span_indices
 
 #: With more stretches, or runs, than this they are summed row by row.

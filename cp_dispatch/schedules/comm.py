@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single, new_group_of_these
-from cp_dispatch.schedules.mailbox import Mailbox, mailbox
+from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.mailboxes import mailbox
 from cp_dispatch.schedules.reach import is_used_by
+
+_MOST_STEPS = 2**16
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
@@ -45,6 +49,9 @@ class Ring:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
+        #: What this call has done with mailboxes (see :mod:`flags_alone`); the oldest go, where
+        #: nobody clears it.
+        self.steps: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STEPS)
 
     def mark(self) -> torch.cuda.Event | None:
         """This point of the current stream, for :meth:`after`; None on CPU, which runs in order."""
@@ -114,8 +121,8 @@ class Ring:
         return self.stream is not None
 
     def mailbox(self, name: str, size: int) -> Mailbox | None:
-        """See :func:`cp_dispatch.schedules.mailbox.mailbox`."""
-        return mailbox(self.group, self.stream, name, size)
+        """See :func:`cp_dispatch.schedules.mailboxes.mailbox`."""
+        return mailbox(self.group, self.stream, name, size, self.steps)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape, stacked in a new first dim."""

@@ -127,28 +127,23 @@ class _Gather:
         # The tile under the mirror's diagonal hides the way of all other shares, with keys of its
         # own: what comes takes the room of the gathered ones.
         diagonal = tuple(tile for tile in rest if tile.causal) if sums is not None else ()
-        try:
-            with keys.coming(), part("gather_backward[home]"):
-                shares = block(key, value, first)
-            with part("gather_backward[gathered]"):
-                gathered = keys.wait()
-                of_others = block(*gathered, rest[: len(rest) - len(diagonal)])
-                kept = [_own_keys(gathered, tile) for tile in diagonal]
-                keys.release()
-            del keys, gathered
-            if sums is not None:
-                sums.start(of_others, last=not diagonal)
-            del of_others
-            for index, (tile, pair) in enumerate(zip(diagonal, kept, strict=True), 1):
-                with part("gather_backward[diagonal]"):
-                    of_mirror = block(*pair, (tile._replace(key_start=0),))
-                sums.start(of_mirror, last=index == len(diagonal))
-            with part("gather_backward[home]"):
-                shares += block(key, value, second)
-        except BaseException:
-            if sums is not None:
-                sums.give_up()
-            raise
+        with keys.coming(), part("gather_backward[home]"):
+            shares = block(key, value, first)
+        with part("gather_backward[gathered]"):
+            gathered = keys.wait()
+            of_others = block(*gathered, rest[: len(rest) - len(diagonal)])
+            kept = [_own_keys(gathered, tile) for tile in diagonal]
+            keys.release()
+        del keys, gathered
+        if sums is not None:
+            sums.start(of_others, last=not diagonal)
+        del of_others
+        for index, (tile, pair) in enumerate(zip(diagonal, kept, strict=True), 1):
+            with part("gather_backward[diagonal]"):
+                of_mirror = block(*pair, (tile._replace(key_start=0),))
+            sums.start(of_mirror, last=index == len(diagonal))
+        with part("gather_backward[home]"):
+            shares += block(key, value, second)
         dk, dv = sums.finish(shares) if sums is not None else (None, None)
         dq = query_grad.finish()
         if swap is not None:

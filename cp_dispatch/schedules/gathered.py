@@ -106,11 +106,9 @@ class PushedKeys:
         """As :meth:`GatheredKeys.coming`."""
         sources = rows_for(self._tensors)
         self._box.open()
-        try:
-            yield
-        finally:  # also after an error, or flags stay raised for the next call to stumble over
-            # What is at home has been queued, and what comes next needs the keys.
-            self._box.push_rows(sources, self._rooms.moves, ready_at_open=True, then_wait=True)
+        yield
+        # What is at home has been queued, and what comes next needs the keys.
+        self._box.push_rows(sources, self._rooms.moves, ready_at_open=True, then_wait=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """As :meth:`GatheredKeys.wait`."""

@@ -1,9 +1,9 @@
-"""Second halves of a rank's rows for those of its mirror rank, in place: nothing is put together.
+"""Halves of a rank's rows for halves of its mirror rank's.
 
 In natural order rank r holds pieces 2r and 2r + 1 of 2W. It keeps the first where it is and swaps
-the second with rank W - 1 - r (see :mod:`cp_dispatch.schedules.mirror`): its rows are then pieces
-2r and 2W - 1 - 2r, in that order, in two tensors. Results go back the same way, and come into the
-rows that they replace.
+the second with rank W - 1 - r: its rows are then pieces 2r and 2W - 1 - 2r, in that order, in two
+tensors. Results go back the same way, and come into the rows that they replace. So nothing is put
+together, but by :mod:`cp_dispatch.schedules.mirror`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import rows_for
+from cp_dispatch.schedules.mailbox import can_be_copied
 
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 
@@ -46,7 +46,7 @@ class Halves:
 
     def rows_of(self, tile: Tile) -> Tensor:
         """The rows of a tile; waits for the mirror's where it takes some."""
-        start, length, half = tile.query_start, tile.query_length, self._own.size(2) // 2
+        start, length, half = tile.query_start, tile.query_length, self._swap.half
         if start + length <= half or self._swap.is_alone:
             return self._own.narrow(2, start, length)
         second = self._swap.wait()[self._index]
@@ -57,17 +57,19 @@ class Halves:
 
 
 class HalfSwap:
-    """Second halves of tensors ``(B, H, S, ...)`` on their way, alike in all but H and the last dim
-    on all ranks. ``at_once``: nothing is computed before :meth:`wait`."""
+    """Halves of tensors ``(B, H, S, ...)`` on their way, alike in all but H and the last dim on all
+    ranks. ``at_once``: nothing is computed before :meth:`wait`. ``gives``: which half goes."""
 
-    def __init__(self, ring: Ring, tensors: Sequence[Tensor], at_once: bool = False):
+    def __init__(
+        self, ring: Ring, tensors: Sequence[Tensor], at_once: bool = False, gives: int = 1
+    ):
         self._ring, self._tensors = ring, tensors
-        self._peer = ring.world_size - 1 - ring.rank
+        self.half, self._peer = tensors[0].size(2) // 2, mirror_of(ring)
+        self._start = gives * self.half
         #: The middle one of an odd number of ranks keeps both halves.
         self.is_alone = self._peer == ring.rank
         self._second: list[Tensor] | None = None
         self._work, self._has_waited = None, at_once
-        half = tensors[0].size(2) // 2
         sizes = [x.nbytes // 2 for x in tensors]
         self._box = ring.mailbox("halves", sum(map(_aligned, sizes)))
         if self.is_alone:
@@ -80,30 +82,39 @@ class HalfSwap:
                        for _ in range(2)]  # fmt: skip
             send, self._received = (_views(x, tensors) for x in message)
             for view, x in zip(send, tensors, strict=True):
-                view.copy_(x.narrow(2, half, half))
+                view.copy_(self.given(x))
             self._work = ring.exchange(self._peer, *message)
             return
-        place = "swap", *((x.shape, x.dtype) for x in tensors)
+        sources, firsts = zip(*map(self._source, tensors), strict=True)
+        place = "swap", firsts, *((x.shape, x.dtype) for x in tensors)
         found = self._box.views.get(place)
         if found is None:
             self._box.forget_many()
-            found = self._box.views[place] = self._places(sizes)
+            found = self._box.views[place] = self._places(sizes, firsts)
         moves, self._received = found
-        self._box.push_rows(
-            [_rows_first(x) for x in tensors], moves, opens=True, peers=(self._peer,),
-            then_wait=at_once,
-        )  # fmt: skip
+        self._box.push_rows(sources, moves, opens=True, peers=(self._peer,), then_wait=at_once)
 
-    def _places(self, sizes: list[int]) -> tuple[list[int], list[Tensor]]:
+    def given(self, x: Tensor) -> Tensor:
+        """The half of a tensor that goes to the mirror."""
+        return x.narrow(2, self._start, self.half)
+
+    def _source(self, x: Tensor) -> tuple[Tensor, int]:
+        """What is copied from, ``(B, S, H, D)`` or ``(B, H, S)`` with batch rows in one piece, and
+        where in it begins what goes."""
+        if x.dim() == 4:
+            rows = x.transpose(1, 2)
+            if can_be_copied(rows):
+                return rows, self._start
+            return rows.narrow(1, self._start, self.half).contiguous(), 0
+        return self.given(x).contiguous(), 0
+
+    def _places(
+        self, sizes: Sequence[int], firsts: Sequence[int]
+    ) -> tuple[list[int], list[Tensor]]:
         box, moves, offset = self._box, [], 0
-        half = self._tensors[0].size(2) // 2
         for index, (x, size) in enumerate(zip(self._tensors, sizes, strict=True)):
-            if x.dim() == 4:
-                moves += box.move(index, half, half, self._peer, offset, size // max(1, x.size(0)))
-            else:  # packed: its second half alone
-                moves += box.move(
-                    index, 0, x.size(1), self._peer, offset, size // max(1, x.size(0))
-                )
+            rows, stride = self.half if x.dim() == 4 else x.size(1), size // max(1, x.size(0))
+            moves += box.move(index, firsts[index], rows, self._peer, offset, stride)
             offset += _aligned(size)
         whole = box.at(self._ring.rank, 0, offset, torch.uint8)
         return moves, _views(whole, self._tensors)
@@ -121,11 +132,7 @@ class HalfSwap:
                 self._work = None
             elif not self.is_alone and not self._has_waited:
                 self._box.wait()
-            half = self._tensors[0].size(2) // 2
-            self._second = (
-                [x.narrow(2, half, half) for x in self._tensors] if self.is_alone
-                else self._received
-            )  # fmt: skip
+            self._second = list(map(self.given, self._tensors)) if self.is_alone else self._received
         return self._second
 
     def release(self) -> None:
@@ -137,21 +144,15 @@ class HalfSwap:
     def replace(self) -> None:
         """Put the mirror's halves in the place of those that went there."""
         second = self.wait()
-        half = self._tensors[0].size(2) // 2
         if not self.is_alone:
             for x, received in zip(self._tensors, second, strict=True):
-                x.narrow(2, half, half).copy_(received)
+                self.given(x).copy_(received)
         self.release()
 
 
-def _rows_first(x: Tensor) -> Tensor:
-    """As moves take them: ``(B, S, H, D)`` with batch rows in one piece; of a tensor ``(B, H, S)``
-    the second half, ``(B, H, S / 2)``."""
-    if x.dim() == 3:
-        half = x.size(2) // 2
-        return x.narrow(2, half, half).contiguous()
-    (rows,) = rows_for((x,))
-    return rows
+def mirror_of(ring: Ring) -> int:
+    """Rank W - 1 - r."""
+    return ring.world_size - 1 - ring.rank
 
 
 def _aligned(size: int) -> int:
@@ -159,7 +160,7 @@ def _aligned(size: int) -> int:
 
 
 def _views(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The second halves of tensors of several dtypes in one buffer, those with a last dim
+    """Halves of tensors of several dtypes in one buffer, those with a last dim
     token-major."""
     views, offset = [], 0
     for x in like:

@@ -41,7 +41,7 @@ class KeyShares:
         # Elements of one position; none where nothing is computed. All ranks find the same, also
         # one that has shares for nobody, for those of others come to it.
         self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
-        self._is_open, self._begun, self._ended, self._work = False, False, False, None
+        self._is_open, self._begun, self._work = False, False, None
         self._shares: list[KeyShare] = []
         self._sources: list[Tensor] = []
         # What says where shares lie.
@@ -58,14 +58,6 @@ class KeyShares:
             self.box.open()
             self._is_open = True
 
-    def give_up(self) -> None:
-        """After an error, wherever it was, leave no rank waiting for this one's shares, and no flag
-        for the next call to stumble over."""
-        if self.box is not None:
-            if not self._ended:
-                self.box.push_rows([], [], opens=not self._is_open, first=not self._begun)
-            self.box.wait()
-
     def start(self, shares: list[KeyShare], last: bool = True) -> None:
         """Start sending the shares of the next tiles of gathered keys, in their order; ``last``:
         there are no more."""
@@ -81,7 +73,7 @@ class KeyShares:
         self.box.push_rows(
             sources, moves, opens=not self._is_open, first=not self._begun, last=last
         )
-        self._is_open, self._begun, self._ended = True, True, last
+        self._is_open = self._begun = True
         self._sources += sources  # the box holds the last ones alone
 
     def _send_in_one_message(self) -> None:

@@ -212,25 +212,22 @@ class _Backward(_Forward):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         room = self._room
         self._bring(key, value, room)
-        try:
-            query = self._plain_query(query)
-            inputs = (
-                self._plain_grad(grad_output), query, *self._own, self._plain_output(output),
-                logsumexp,
-            )  # fmt: skip
-            if self._prefixes is None:
-                dq, dk, dv, _ = self._backend.backward(*inputs, None, False, self._scale)
-            else:
-                dq, dk, dv = self._backend.prefix_backward(
-                    *inputs, self._prefixes, self._scale, self._lengths
-                )
-            shares = self._shares(dk, dv)
-        except BaseException:
-            # No rank may wait for this one's shares, nor a flag stay raised for the next call.
-            self._send([], [])
-            raise
+        query = self._plain_query(query)
+        inputs = (
+            self._plain_grad(grad_output), query, *self._own, self._plain_output(output), logsumexp,
+        )  # fmt: skip
+        if self._prefixes is None:
+            dq, dk, dv, _ = self._backend.backward(*inputs, None, False, self._scale)
+        else:
+            dq, dk, dv = self._backend.prefix_backward(
+                *inputs, self._prefixes, self._scale, self._lengths
+            )
         # What brought the keys waits here until they were read.
-        self._send(shares, self._sent)
+        shares = self._shares(dk, dv)
+        if self._here:
+            room.push_here(shares, self._sent)
+        else:
+            room.push_rows(shares, self._sent, then_wait=True)
         totals = [
             x.new_empty_strided(*how) for x, how in zip((key, value), self._totals, strict=True)
         ]
@@ -240,9 +237,3 @@ class _Backward(_Forward):
         self._add(flat, self._pieces, totals)
         self._release(room)
         return to_token_major(dq, query.dtype), *totals
-
-    def _send(self, rows: list[Tensor], moves: list[int]) -> None:
-        if self._here:
-            self._room.push_here(rows, moves)
-        else:
-            self._room.push_rows(rows, moves, then_wait=True)

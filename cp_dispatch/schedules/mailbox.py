@@ -16,14 +16,14 @@ reader, who puts it back to 0. One step of the protocol, alike on every rank and
     release  (that one waits until the current stream has read what came)
 
 No flag counts, so that a step can be replayed by a CUDA graph. A rank waits only for what its
-peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order.
+peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order. Boxes
+note down which steps a call has done, so that one that fails gets to its end (:mod:`flags_alone`).
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Hashable, Iterable, MutableSequence, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,31 +37,29 @@ from cp_dispatch.schedules.copy_ops import (
     push_slabs,
     raise_flags,
 )
-from cp_dispatch.schedules.reach import ask_peers, is_used_by
-
-T = TypeVar("T")
 
 #: Bytes of the flags, ahead of the room; the last four count blocks of a kernel.
-_HEADER = 4096
-#: The largest room, in bytes: it is held until the process ends.
-LARGEST = 2**30
-_GRAIN = 2**21
+HEADER = 4096
 
 
 class Mailbox:
     """One room of ``size`` bytes on every rank of a group. Made by all ranks together."""
 
-    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int):
+    def __init__(
+        self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int, name: str,
+        steps: MutableSequence,
+    ):  # fmt: skip
+        self._steps, self._marks = steps, [(name, step) for step in range(3)]
         self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
-        self._side = stream
+        self.side = stream
         self.device = stream.device
         ranks = range(dist.get_world_size(group))
         self._own = symmetric_memory.empty_strided_p2p(
-            (_HEADER + size,), (1,), torch.uint8, stream.device
+            (HEADER + size,), (1,), torch.uint8, stream.device
         )
-        self._own[:_HEADER].zero_()
+        self._own[:HEADER].zero_()
         self._handle = symmetric_memory.rendezvous(self._own, group.group_name)
-        shape = (_HEADER + size,)
+        shape = (HEADER + size,)
         self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
         self._peers = tuple(rank for rank in ranks if rank != self._rank)
         # Addresses, by kind: flags of this rank at its peers, and of the peers here.
@@ -75,7 +73,8 @@ class Mailbox:
         self._is_quiet = False
         # Whether it has pushed and read by itself, so that another stream has to wait for it.
         self._is_ahead = False
-        #: Whether :func:`mailbox` gives this one: no larger one took its place, nobody freed it.
+        #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
+        #: place, nobody freed it.
         self.is_current = True
         # Of all peers, as most calls take them.
         self._all = [[_of(flags, self._peers) for flags in kinds]
@@ -85,7 +84,7 @@ class Mailbox:
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat part of a rank's room, ``offset`` in bytes."""
-        start = _HEADER + offset
+        start = HEADER + offset
         return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
 
     def move(
@@ -93,7 +92,7 @@ class Mailbox:
     ) -> list[int]:
         """One of the ``moves`` of :meth:`push_rows`: rows of the source of that number to a rank's
         room, ``offset`` bytes from its start and ``stride`` between batch rows."""
-        return [source, first, rows, self._memory[rank].data_ptr() + _HEADER + offset, stride]
+        return [source, first, rows, self._memory[rank].data_ptr() + HEADER + offset, stride]
 
     def forget_many(self, most: int = 64) -> None:
         """Keep ``views`` small where shapes change all the time."""
@@ -106,6 +105,7 @@ class Mailbox:
             self.is_in_a_graph = True
         self._is_quiet = False
         self.let_side_follow()
+        self._steps.append(self._marks[OPENED])
         flags = self._there[_FREE]
         raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
 
@@ -126,6 +126,7 @@ class Mailbox:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
         self._is_quiet = False
+        self._steps.extend(self._marks[BEGUN:])
         push_slabs(
             targets, sources, self._own, (), _of(self._here[_FREE], peers),
             _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
@@ -162,6 +163,13 @@ class Mailbox:
             raise_first = [*raise_first, *opens_too._all[0][_FREE]]
             opens_too._is_quiet = False
             opens_too.let_side_follow()
+            self._steps.append(opens_too._marks[OPENED])
+        if opens:
+            self._steps.append(self._marks[OPENED])
+        if first:
+            self._steps.append(self._marks[BEGUN])
+        if last:
+            self._steps.append(self._marks[ENDED])
         push_rows(
             sources, self._own, moves, raise_first, here[_FREE] if first else (),
             there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
@@ -201,13 +209,15 @@ class Mailbox:
         """As :meth:`push_rows` and :meth:`wait`, after :meth:`open` of the boxes ``opens``, on the
         default stream itself, which has to be the current one: no stream waits for another, nor
         need what came be released. For calls so short that this counts."""
+        flags, there, here = [], *self._all
         for box in (self, *opens):
             if not box._is_quiet:
                 box.wait()
             box._is_ahead = True
-        flags, there, here = [], *self._all
         for box in opens:
             flags += box._all[0][_FREE]
+            self._steps.append(box._marks[OPENED])
+        self._steps += self._marks[BEGUN], self._marks[ENDED]
         push_rows(
             sources, self._own, moves, flags, here[_FREE], there[_FULL], here[_FULL], CURRENT, False
         )
@@ -222,6 +232,11 @@ class Mailbox:
             return
         with torch.cuda.stream(torch.cuda.default_stream(self.device)):
             self.release()
+
+    def retire(self) -> None:
+        """Another takes its place, or nobody asks for it any more."""
+        self.is_current = False
+        self.views.clear()  # what is kept there may refer to the box
 
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
@@ -238,7 +253,7 @@ class Mailbox:
         if self._is_quiet and on_default_stream(self.device):
             return
         if torch.cuda.is_current_stream_capturing():
-            with torch.cuda.stream(self._side):
+            with torch.cuda.stream(self.side):
                 if not torch.cuda.is_current_stream_capturing():
                     return
         self.wait()
@@ -253,6 +268,9 @@ class Mailbox:
 
 
 _FREE, _FULL = 0, 1
+#: What a call has done with a box, as boxes note down: told that others may write here, taken their
+#: word that they let this rank write, told that it has and taken theirs.
+OPENED, BEGUN, ENDED = range(3)
 
 
 def on_default_stream(device: torch.device) -> bool:
@@ -278,101 +296,3 @@ def can_be_copied(rows: Tensor) -> bool:
         return rows.is_contiguous()
     row, pitch = rows[0], rows.stride(0)
     return row.is_contiguous() and row.numel() <= pitch < 2**31 // rows.itemsize
-
-
-_boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}
-_retired: list[Mailbox] = []
-
-
-def mailbox(
-    group: dist.ProcessGroup, stream: torch.cuda.Stream | None, name: str, size: int
-) -> Mailbox | None:
-    """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
-    where there cannot be one. Every rank of the group must ask alike.
-
-    Mailboxes are held, so that there is one of each name; a larger one takes its place.
-    """
-    if stream is None or size > LARGEST:
-        return None
-    if is_used_by(group) is None and not torch.cuda.is_current_stream_capturing():
-        _apart(stream.device, ask_peers, group, stream.device)
-    if not is_used_by(group):
-        return None
-    key = group.group_name, name
-    known = _boxes.get(key)
-    if known is not None and known[0] is group and known[1].size >= size:
-        return known[1]
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    if known is not None:
-        del _boxes[key]
-        known[1].let_side_follow()
-        _retire(known[1])
-        if known[1].is_in_a_graph:
-            _retired.append(known[1])  # its replays go on writing there
-    room = -(-size // _GRAIN) * _GRAIN
-    readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
-    box = _apart(stream.device, _make, group, stream, room, readers)
-    _boxes[key] = group, box
-    return box
-
-
-def _make(
-    group: dist.ProcessGroup,
-    stream: torch.cuda.Stream,
-    size: int,
-    readers: Sequence[torch.cuda.Stream],
-) -> Mailbox:
-    if readers:
-        _meet(group, stream.device, readers)  # nobody writes to, or reads, what goes now
-    box = Mailbox(group, stream, size)
-    _meet(group, stream.device, ())  # all flags are 0
-    return box
-
-
-def _retire(box: Mailbox) -> None:
-    box.is_current = False
-    box.views.clear()  # what is kept there may refer to the box
-
-
-def _apart(device: torch.device, function: Callable[..., T], *args) -> T:
-    """Call a function on a thread of its own, whose memory is no part of a CUDA graph's pool."""
-
-    def call():
-        torch.cuda.set_device(device)
-        return function(*args)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
-
-
-def _meet(
-    group: dist.ProcessGroup, device: torch.device, streams: Sequence[torch.cuda.Stream]
-) -> None:
-    """Return once every rank is here, and these streams and the current one have done their work.
-
-    Not the whole GPU: a stage of a pipeline may have asked for gradients that another stage only
-    sends when it has got what is to be computed here.
-    """
-    for stream in (*streams, torch.cuda.current_stream(device)):
-        stream.synchronize()
-    dist.barrier(group, device_ids=[device.index])
-    torch.cuda.current_stream(device).synchronize()
-
-
-def held_bytes() -> int:
-    """Bytes of GPU memory in mailboxes, which torch's memory statistics do not count."""
-    boxes = [box for _, box in _boxes.values()] + _retired
-    return sum(_HEADER + box.size for box in boxes)
-
-
-def free() -> None:
-    """Give all rooms back, but for those of CUDA graphs. Every rank must call it alike; what needs
-    rooms makes them anew."""
-    for key, (group, box) in list(_boxes.items()):
-        box.let_side_follow()
-        _meet(group, box.device, (box._side,))
-        _retire(box)
-        if box.is_in_a_graph:
-            _retired.append(box)
-        del _boxes[key]

@@ -11,14 +11,13 @@ every rank has one::
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import rows_for
+from cp_dispatch.schedules.half_swap import HalfSwap, mirror_of
 
 
 def fits(query_length: int, key_length: int, world_size: int) -> bool:
@@ -36,89 +35,30 @@ def pair_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
     )
 
 
-class Exchange:
-    """Halves of tensors ``(B, H, S, D)`` on their way to the mirror rank and from it."""
-
-    def __init__(self, ring: Ring, tensors: tuple[Tensor, ...], give: int, keep_at: int):
-        self._ring, self._keep_at, self._peer = ring, keep_at, _mirror(ring)
-        halves = [x.tensor_split(2, dim=2) for x in tensors]
-        given = [half[give] for half in halves]
-        box = ring.mailbox("halves", _message_bytes(given))
-        self.tensors, self._work = list(tensors), None
-        if self._peer == ring.rank:  # its own pieces are a pair
-            if box is None:
-                nothing = tensors[0].new_empty(0)
-                ring.exchange(ring.rank, nothing, nothing).wait()
-            return
-        self._box = box
-        if box is None:
-            send, received = (given[0].new_empty(_message_bytes(given), dtype=torch.uint8)
-                              for _ in range(2))  # fmt: skip
-            for view, half in zip(_views(send, given), given, strict=True):
-                view.copy_(half)
-            self._work = ring.exchange(self._peer, send, received)
-        else:
-            targets = _views(box.at(self._peer, 0, _message_bytes(given), torch.uint8), given)
-            box.open([self._peer])
-            box.push([x.transpose(1, 2) for x in targets], rows_for(given), [self._peer])
-            received = box.at(ring.rank, 0, _message_bytes(given), torch.uint8)
-            self._work = box
-        self._received = _views(received, given)
-        self.tensors = [token_major(*x.shape, like=x) for x in tensors]
-        for result, half in zip(self.tensors, halves, strict=True):
-            result.tensor_split(2, dim=2)[keep_at].copy_(half[1 - give])
-
-    def finish(self) -> list[Tensor]:
-        """The tensors, once they are whole."""
-        if self._work is not None:
-            self._work.wait()
-            for result, view in zip(self.tensors, self._received, strict=True):
-                result.tensor_split(2, dim=2)[1 - self._keep_at].copy_(view)
-            if self._box is not None:
-                self._box.release()
-            self._work = self._received = None
-        return self.tensors
+def to_pairs(ring: Ring, *tensors: Tensor) -> list[Tensor]:
+    """Of tensors ``(B, H, S, ...)`` this rank's first half and its mirror's second, ascending."""
+    return _put_together(HalfSwap(ring, tensors), tensors, 0, int(ring.rank >= mirror_of(ring)))
 
 
-def to_pairs(ring: Ring, *tensors: Tensor) -> Exchange:
-    """This rank's first half and its mirror's second one, in ascending order."""
-    return Exchange(ring, tensors, give=1, keep_at=0 if ring.rank < _mirror(ring) else 1)
-
-
-def to_natural(ring: Ring, *tensors: Tensor) -> Exchange:
+def to_natural(ring: Ring, *tensors: Tensor) -> list[Tensor]:
     """The inverse of :func:`to_pairs`."""
-    return Exchange(ring, tensors, give=1 if ring.rank < _mirror(ring) else 0, keep_at=0)
+    kept = int(ring.rank >= mirror_of(ring))
+    return _put_together(HalfSwap(ring, tensors, gives=1 - kept), tensors, kept, 0)
 
 
-def give_up(ring: Ring, *like: Tensor) -> None:
-    """After an error, instead of :func:`to_natural` of tensors like these: flags alone, for which
-    the mirror rank waits where ranks write to rooms. Collectives end with the process group."""
-    peer = _mirror(ring)
-    box = ring.mailbox("halves", _message_bytes([x.tensor_split(2, dim=2)[0] for x in like]))
-    if box is not None and peer != ring.rank:
-        box.open([peer])
-        box.push([], [], [peer])
-        box.wait()
-        box.release()
-
-
-def _mirror(ring: Ring) -> int:
-    return ring.world_size - 1 - ring.rank
-
-
-_ALIGNMENT = 16  # bytes, of each tensor in a message
-
-
-def _message_bytes(like: list[Tensor]) -> int:
-    return sum(-(-x.numel() * x.itemsize // _ALIGNMENT) * _ALIGNMENT for x in like)
-
-
-def _views(message: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Tensors of several dtypes in one buffer, each token-major."""
-    views, offset = [], 0
-    for x in like:
-        batch, heads, length, dim = x.shape
-        part = message[offset : offset + x.numel() * x.itemsize].view(x.dtype)
-        views.append(part.view(batch, length, heads, dim).transpose(1, 2))
-        offset += _message_bytes([x])
-    return views
+def _put_together(
+    swap: HalfSwap, tensors: tuple[Tensor, ...], kept: int, place: int
+) -> list[Tensor]:
+    """The halves that are kept, in that place, and the mirror's in the other one."""
+    if swap.is_alone:  # its own pieces are a pair
+        return list(tensors)
+    results = [
+        token_major(*x.shape, like=x) if x.dim() == 4 else x.new_empty(x.shape) for x in tensors
+    ]
+    places = [x.tensor_split(2, dim=2) for x in results]
+    for into, x in zip(places, tensors, strict=True):
+        into[place].copy_(x.narrow(2, kept * swap.half, swap.half))
+    for into, received in zip(places, swap.wait(), strict=True):
+        into[1 - place].copy_(received)
+    swap.release()
+    return results

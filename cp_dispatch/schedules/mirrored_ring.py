@@ -7,18 +7,15 @@ nothing beside the tensors in natural order that autograd has saved anyway.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 
-import torch
 from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules import ring
-from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
-from cp_dispatch.schedules.mirror import give_up, pair_spans, to_natural, to_pairs
+from cp_dispatch.schedules.mirror import pair_spans, to_natural, to_pairs
 
 
 def geometry(
@@ -36,17 +33,10 @@ def _geometry(length: int, world_size: int, causal: bool) -> Geometry:
 
 def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`cp_dispatch.schedules.ring.forward`."""
-    query, key, value = to_pairs(job.ring, query, key, value).finish()
-    rows = query.shape[:3]
-    with _given_up(
-        job.ring,
-        ((*rows, value.size(3)), job.backend.output_dtype(query.dtype)),
-        ((*rows, 1), job.backend.logsumexp_dtype(query.dtype)),
-    ):
-        output, logsumexp = ring.forward(job, query, key, value)
+    query, key, value = to_pairs(job.ring, query, key, value)
+    output, logsumexp = ring.forward(job, query, key, value)
     del query, key, value
-    output, logsumexp = to_natural(job.ring, output, logsumexp.unsqueeze(-1)).finish()
-    return output, logsumexp.squeeze(-1).contiguous()
+    return tuple(to_natural(job.ring, output, logsumexp))
 
 
 def backward(
@@ -61,29 +51,11 @@ def backward(
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """As :func:`cp_dispatch.schedules.ring.backward`."""
-    *tensors, logsumexp = to_pairs(
-        job.ring, grad_output, query, key, value, output, logsumexp.unsqueeze(-1)
-    ).finish()
-    logsumexp = logsumexp.squeeze(-1).contiguous()
-    results = [(tensors[1].shape, query.dtype)]
-    if key_grad:
-        results += [(x.shape, job.key_grad_dtype or x.dtype) for x in tensors[2:4]]
-    with _given_up(job.ring, *results):
-        dq, dk, dv, grad_mask = ring.backward(job, *tensors, logsumexp, key_grad, mask_grad)
+    *tensors, logsumexp = to_pairs(job.ring, grad_output, query, key, value, output, logsumexp)
+    dq, dk, dv, grad_mask = ring.backward(job, *tensors, logsumexp, key_grad, mask_grad)
     del tensors, logsumexp
     if key_grad:
-        dq, dk, dv = to_natural(job.ring, dq, dk, dv).finish()
+        dq, dk, dv = to_natural(job.ring, dq, dk, dv)
     else:
-        (dq,) = to_natural(job.ring, dq).finish()
+        (dq,) = to_natural(job.ring, dq)
     return dq, dk, dv, grad_mask
-
-
-@contextlib.contextmanager
-def _given_up(job_ring: Ring, *results: tuple[tuple[int, ...], torch.dtype]):
-    """Around a ring whose results, of these shapes and dtypes, go to the mirror rank afterwards:
-    after an error that rank need not wait."""
-    try:
-        yield
-    except BaseException:
-        give_up(job_ring, *(torch.empty(x, dtype=dtype, device="meta") for x, dtype in results))
-        raise

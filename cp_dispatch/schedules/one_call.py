@@ -92,18 +92,13 @@ def backward(
         sums = KeyShares(key, value, job.geometry, job.ring, dtype, gradient_parcels)
         sums.open()
     prefixes = prefixes_of(job.geometry, job.rank)
-    try:
-        with part("one_call_backward"):
-            inputs = grad_output, query, *keys.come(), output, logsumexp
-            if job.geometry.causal:
-                dq, dk, dv = job.backend.prefix_backward(*inputs, prefixes, job.scale)
-            else:
-                dq, dk, dv, _ = job.backend.backward(*inputs, None, False, job.scale)
-            keys.release()
-    except BaseException:
-        if sums is not None:
-            sums.give_up()
-        raise
+    with part("one_call_backward"):
+        inputs = grad_output, query, *keys.come(), output, logsumexp
+        if job.geometry.causal:
+            dq, dk, dv = job.backend.prefix_backward(*inputs, prefixes, job.scale)
+        else:
+            dq, dk, dv, _ = job.backend.backward(*inputs, None, False, job.scale)
+        keys.release()
     if sums is None:
         return to_token_major(dq, query.dtype), None, None, None
     sums.start([KeyShare(dk, dv, 0, None)])

@@ -48,18 +48,6 @@ class _Hops:
         return bool(self.geometry.tiles(rank, owner))
 
 
-def give_up(keys: PushedShards, shares: ReturnedShares | None) -> None:
-    """After an error on this rank let no other wait, nor a flag stay raised for the next call: go
-    through the hops that are left, with the keys and without shares."""
-    if shares is not None:
-        shares.skip()
-    while keys.hop < keys.world_size:
-        with keys.moving_on():
-            pass
-        if shares is not None:
-            shares.skip()
-
-
 class PushedShards(_Hops):
     """As :class:`~cp_dispatch.schedules.ring.TravellingKeys`."""
 
@@ -79,15 +67,13 @@ class PushedShards(_Hops):
         going = [reader] if not last and self.sees(reader, self.rank) else []
         if going or coming:
             self.box.open(coming)
-        try:
-            yield
-        finally:  # also after an error, or flags stay raised for the next call to stumble over
-            if going or coming:
-                own = self.geometry.key_length(self.rank)
-                targets = [x.transpose(1, 2) for x in self._room(reader, own)] if going else []
-                sources = self._own if going else []
-                self.box.push(targets, sources, going, coming, ready_at_open=True)
-                self.box.wait()
+        yield
+        if going or coming:
+            own = self.geometry.key_length(self.rank)
+            targets = [x.transpose(1, 2) for x in self._room(reader, own)] if going else []
+            sources = self._own if going else []
+            self.box.push(targets, sources, going, coming, ready_at_open=True)
+            self.box.wait()
         if coming:
             self.key, self.value = self._room(self.rank, self.geometry.key_length(owner))
         if last:
@@ -158,21 +144,6 @@ class ReturnedShares(_Hops):
             start, length = self._window(coming[0], self.rank)
             self._arrived = (*self._room(self.rank, hop, length), start)
         self._open(hop + 1)
-
-    def skip(self) -> None:
-        """After an error, instead of :meth:`pass_on`: flags alone."""
-        hop = self.hop
-        if hop == self.world_size:
-            return
-        if hop:
-            going, coming = self._moves(hop)
-            if going or coming:
-                self.box.push([], [], going, coming)
-                self.box.wait()
-            self._open(hop + 1)
-        self.hop = hop + 1
-        if self.hop == self.world_size:
-            self.box.release()
 
     def _moves(self, hop: int) -> tuple[list[int], list[int]]:
         """Whom this rank sends shares to at a hop, and who sends it some."""

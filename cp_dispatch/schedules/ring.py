@@ -34,7 +34,6 @@ from cp_dispatch.schedules.pair import Pair
 from cp_dispatch.schedules.pushed_ring import (
     PushedShards,
     ReturnedShares,
-    give_up,
     shares_overlap,
 )
 from cp_dispatch.schedules.ranges import each_hop
@@ -57,10 +56,9 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     lse_dtype = job.backend.logsumexp_dtype(query.dtype)
     result = OutputAccumulator(query, value.size(-1), sum(hops, ()), dtype, lse_dtype)
     keys = _keys(key, value, job)
-    with _given_up(keys):
-        for tiles in each_hop("ring", hops):
-            with keys.moving_on():
-                forward_block(job, query, keys.key, keys.value, tiles, result)
+    for tiles in each_hop("ring", hops):
+        with keys.moving_on():
+            forward_block(job, query, keys.key, keys.value, tiles, result)
     return result.finish()
 
 
@@ -85,31 +83,18 @@ def backward(
     keys = _keys(key, value, job)
     pushed = isinstance(keys, PushedShards)
     travelling = _key_gradient(key, value, job, pushed) if key_grad else None
-    with _given_up(keys, travelling):
-        for tiles in each_hop("ring_backward", hops):
-            with keys.moving_on():
-                shares = backward_block(
-                    job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
-                    query_grad, grad_mask,
-                )  # fmt: skip
-                if travelling is not None:
-                    travelling.add(shares)
+    for tiles in each_hop("ring_backward", hops):
+        with keys.moving_on():
+            shares = backward_block(
+                job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
+                query_grad, grad_mask,
+            )  # fmt: skip
             if travelling is not None:
-                travelling.pass_on()
+                travelling.add(shares)
+        if travelling is not None:
+            travelling.pass_on()
     dk, dv = travelling.finish() if travelling is not None else (None, None)
     return query_grad.finish(), dk, dv, grad_mask
-
-
-@contextlib.contextmanager
-def _given_up(keys: TravellingKeys | PushedShards, shares=None):
-    """After an error inside, what :func:`give_up` does where ranks write to rooms. Collectives end
-    with the process group."""
-    try:
-        yield
-    except BaseException:
-        if isinstance(keys, PushedShards):
-            give_up(keys, shares if isinstance(shares, ReturnedShares) else None)
-        raise
 
 
 def _hops(job: Job, query: Tensor) -> list[tuple[Tile, ...]]:

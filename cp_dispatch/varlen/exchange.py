@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.flex.rows import Selector
+from cp_dispatch.by_need.selector import Selector
 from cp_dispatch.layouts import Span
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring

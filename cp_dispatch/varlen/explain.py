@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.by_need.ownership import ownership
+from cp_dispatch.by_need.selector import Selector
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex.kept import Kept
-from cp_dispatch.flex.ownership import ownership
-from cp_dispatch.flex.rows import Selector
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window

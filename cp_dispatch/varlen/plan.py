@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import dtensor_spec, is_tracing
 from cp_dispatch.bounded import keep
+from cp_dispatch.by_need.plan import PlanByNeed
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options
-from cp_dispatch.plan_by_need import PlanByNeed
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.refusal import refusals
 

@@ -12,8 +12,8 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.call import sharded_dims
-from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.refusal import ascends, form_refusals, label
 from cp_dispatch.varlen.call import VarlenCall

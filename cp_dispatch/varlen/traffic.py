@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex.ownership import Ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window, pieces_of, union

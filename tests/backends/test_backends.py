@@ -6,6 +6,7 @@ import torch
 from cp_dispatch.backends import BACKENDS, Backend, packed_heads
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.backends.efficient import _heads_side_by_side
+from cp_dispatch.backends.parts import few_heads
 from cp_dispatch.layouts import natural
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator
@@ -281,5 +282,5 @@ def test_long_backwards_are_cut_further(rows, keys, calls):
     """Tiles of 8,192 and 32,768 tokens on each of 4 ranks, 32 and 8 heads of 128, 16 bits."""
     query, key = (torch.empty(1, h, s, 128, dtype=torch.bfloat16, device="meta")
                   for h, s in ((32, rows), (8, keys)))  # fmt: skip
-    parts = BACKENDS["flash"]._few_heads(query, key, key)
+    parts = few_heads(BACKENDS["flash"], query, key, key)
     assert (None if parts is None else len(parts)) == calls

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.mailbox import BEGUN, ENDED, OPENED
 
-_PATIENCE = 20  # seconds
+_PATIENCE = 10  # seconds
 
 
 class Rooms:
@@ -51,7 +52,9 @@ class Rooms:
                 mine = *key, ring.rank
                 if mine not in self._boxes:
                     self._boxes[mine] = Box(self, key, ring, room)
-                return self._boxes[mine]
+                box = self._boxes[mine]
+                box.steps = ring.steps  # threads take each other's place in what Ring.of keeps
+                return box
 
         return mailbox
 
@@ -92,12 +95,17 @@ class Box:
         self.is_current = False
         self.views.clear()
 
+    def _note(self, *steps: int) -> None:
+        self.steps.extend((self._key[1], step) for step in steps)
+
     def open(self, peers=None) -> None:
+        self._note(OPENED)
         self._raise("free", self._peers if peers is None else peers)
 
     def push(self, targets, sources, peers=None, coming=None, ready_at_open=False) -> None:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
+        self._note(BEGUN, ENDED)
         self._take("free", peers)
         self._copy(targets, sources)
         self._raise("full", peers)
@@ -141,6 +149,7 @@ class Box:
         if opens_too is not None:
             opens_too.open()
         if first:
+            self._note(BEGUN)
             self._take("free", peers)
         own = self._memory[self._rank].data_ptr()
         assert all(map(_is_slab, sources)), [x.stride() for x in sources]
@@ -155,6 +164,7 @@ class Box:
                     name = self._key[1], self._rank
                     self._rooms.sent[name] = self._rooms.sent.get(name, 0) + slab.nbytes
         if last:
+            self._note(ENDED)
             self._raise("full", peers)
             self._take("full", peers)
 

@@ -5,7 +5,6 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the r
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
@@ -20,7 +19,7 @@ from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
 from tests.distributed.rooms import Box, Rooms
-from tests.distributed.sharded import distribute, run_sharded
+from tests.distributed.sharded import run_sharded
 from tests.distributed.threads import run_threads
 
 
@@ -133,128 +132,6 @@ def test_gather_moves_what_is_needed(rooms):
 def test_gather_of_all_moves_all(rooms):
     found = sent(rooms, "gather", causal=False)
     assert found == {"keys": [6.0 + 3.0] * 4}
-
-
-@pytest.mark.parametrize("schedule, causal", [
-    ("gather", True), ("gather", False), ("one_call", False), ("natural_ring", True),
-])  # fmt: skip
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, causal):
-    """As running out of memory does, in the middle of a call; the next one is right."""
-    problem = Problem(heads=2, length=64, dim=16, causal=causal)
-    tensors, method = problem.tensors(), getattr(CpuFlash, where)
-    failing = threading.Event()
-
-    def fail(*args, **kwargs):
-        if failing.is_set():
-            raise torch.OutOfMemoryError("no memory")
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(CpuFlash, where, fail)
-    barrier = threading.Barrier(4)
-
-    def rank_body(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        with cp_dispatch.enabled(schedule=schedule):
-            for _ in range(2):
-                barrier.wait()
-                failing.set()
-                barrier.wait()
-                with pytest.raises(torch.OutOfMemoryError):
-                    run_sharded(problem, tensors, mesh)
-                barrier.wait()
-                failing.clear()
-                rooms.assert_all_is_quiet()
-            barrier.wait()
-            check(run_sharded(problem, tensors, mesh), exact(problem, tensors),
-                  one_device(problem, tensors, "cpu_flash"))  # fmt: skip
-
-    with only("cpu_flash"):
-        run_threads(4, rank_body)
-    rooms.assert_all_is_quiet()
-
-
-@pytest.mark.parametrize("kind", [None, "head-tail"])
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeypatch, first, kind):
-    """Also at the mirror's diagonal, when shares are on their way, and where ranks run out of
-    memory one sooner than another."""
-    problem = Problem(heads=2, length=64, dim=16, causal=True)
-    tensors, method = problem.tensors(), CpuFlash.backward
-    layout = HeadTail(64, 4) if kind else None
-    calls = threading.local()
-
-    def fail(*args, **kwargs):
-        calls.left = getattr(calls, "left", -1) - 1
-        if calls.left == -1:
-            raise torch.OutOfMemoryError("no memory")
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(CpuFlash, "backward", fail)
-    barrier = threading.Barrier(4)
-
-    def rank_body(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        calls.left = (first + rank) % 3
-        with cp_dispatch.enabled(schedule="gather", layout=layout):
-            with pytest.raises(torch.OutOfMemoryError):
-                run_sharded(problem, tensors, mesh)
-            barrier.wait()
-            rooms.assert_all_is_quiet()
-            barrier.wait()
-            got = run_sharded(problem, tensors, mesh)
-            if layout is None:
-                alone = one_device(problem, tensors, "cpu_flash")
-                check(got, exact(problem, tensors), alone)
-
-    with only("cpu_flash"):
-        run_threads(4, rank_body)
-    rooms.assert_all_is_quiet()
-
-
-@pytest.mark.parametrize("name", ["forward", "backward"])
-@pytest.mark.parametrize("kind", [None, "mirrored", "head-tail", "documents"])
-@pytest.mark.parametrize("failing", [(1,), (3,), (0, 2), (0, 1, 2, 3)], ids=str)
-def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, kind, name):
-    """On some ranks, at other tiles on each."""
-    problem = Problem(heads=2, length=64, dim=16, causal=True)
-    tensors, method = problem.tensors(), getattr(CpuFlash, name)
-    schedule = "mirrored_ring" if kind == "mirrored" else "natural_ring"
-    layout = balancers(64, 4, 1).get(kind)
-    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
-    calls, barrier = threading.local(), threading.Barrier(4)
-
-    def fail(*args, **kwargs):
-        calls.left = getattr(calls, "left", -1) - 1
-        if calls.left == -1:
-            raise torch.OutOfMemoryError("no memory")
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(CpuFlash, name, fail)
-
-    def rank_body(rank):
-        mesh = init_device_mesh("cpu", (4,))
-        for first in range(4):
-            # In natural order the first rank has a single tile.
-            fails = rank in failing and (kind is not None or first <= rank)
-            calls.left = first if fails else -1
-            with cp_dispatch.enabled(schedule=schedule, layout=layout):
-                shards = [distribute(x, mesh, (Shard(2),)) for x in tensors]
-                inputs = [x.requires_grad_() for x in shards[:3]]
-                with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
-                    output = problem.attend(*inputs)
-                    if name == "backward":
-                        torch.autograd.grad(output, inputs, shards[3])
-            barrier.wait()
-            rooms.assert_all_is_quiet()
-            barrier.wait()
-        if layout is None:
-            with cp_dispatch.enabled(schedule=schedule):
-                check(run_sharded(problem, tensors, mesh), want, alone)
-
-    with only("cpu_flash"):
-        run_threads(4, rank_body)
-    rooms.assert_all_is_quiet()
 
 
 @pytest.mark.parametrize("schedule", ["gather", "natural_ring", "mirrored_ring", "ulysses"])

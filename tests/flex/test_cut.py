@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.flex.cut import (
     Blocks,
     cut,
@@ -20,7 +21,6 @@ from cp_dispatch.flex.cut import (
     touched,
     unpack,
 )
-from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.permute import span_indices
 
 

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.flex import exchange, hops, prepared
 from cp_dispatch.flex.cut import Blocks, dense, unpack
 from cp_dispatch.flex.hops import window
-from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.needs import (
     everything,
@@ -28,7 +29,6 @@ from cp_dispatch.flex.needs import (
     pays_to_gather,
     rows_sent,
 )
-from cp_dispatch.flex.ownership import ownership
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span

@@ -5,11 +5,11 @@ import weakref
 
 import torch
 
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.flight import Arrivals, Returns
 from cp_dispatch.flex.needs import everything
-from cp_dispatch.flex.ownership import ownership
 
 LENGTH, COLUMNS, GROUPS = 8, 4, 2
 

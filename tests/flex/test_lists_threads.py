@@ -98,15 +98,21 @@ def truth(given: Lists) -> dict[str, Tensor]:
     return dict(zip(NAMES, [x.detach() for x in results], strict=False))
 
 
-def run(given: Lists, ranks: int, schedule="auto", layout=None, mask=None) -> None:
+def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1) -> None:
+    """``ranks``: how many, or the sizes of mesh dims that share the sequence."""
     want = truth(given)
+    shape = (ranks,) if isinstance(ranks, int) else ranks
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (ranks,))
+        mesh = init_device_mesh("cpu", shape)
+        for _ in range(calls):
+            attend(mesh)
+
+    def attend(mesh) -> None:
 
         def place(x):
             x = x if layout is None else permuted(x, layout.indices)
-            return distribute(x, mesh, [Shard(2)])
+            return distribute(x, mesh, [Shard(2)] * mesh.ndim)
 
         *leaves, grad, grad_lse = map(place, tensors(given.length))
         leaves = [x.requires_grad_() for x in leaves]
@@ -119,7 +125,7 @@ def run(given: Lists, ranks: int, schedule="auto", layout=None, mask=None) -> No
             x = x if layout is None else permuted(x, layout.inverse)
             assert torch.allclose(x, want[name], rtol=1e-9, atol=1e-9), name
 
-    run_threads(ranks, body)
+    run_threads(math.prod(shape), body)
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +207,18 @@ def test_on_two_mesh_dims(placements):
         torch.testing.assert_close(out.full_tensor(), want["output"], rtol=1e-9, atol=1e-9)
 
     run_threads(4, body)
+
+
+@pytest.mark.parametrize("length, layout", [(50, None), (48, HeadTail(48, 4))])
+@pytest.mark.parametrize("schedule", ["auto", "gather", "ring"])
+def test_two_mesh_dims_share_the_sequence(schedule, length, layout):
+    """Their ranks make a group together, from within what each works out of its call."""
+    run(make("by head", length), (2, 2), schedule, layout, calls=3)
+
+
+def test_groups_of_heads_on_two_mesh_dims():
+    with in_groups():
+        run(make("by head", 50), (2, 2), calls=2)
 
 
 def test_table():

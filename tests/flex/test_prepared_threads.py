@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail
 from cp_dispatch._compat import group_name, resolve_group
+from cp_dispatch.by_need.kept import Kept
 from cp_dispatch.flex import mask_job, ops, prepared, sums
-from cp_dispatch.flex.kept import Kept
 from cp_dispatch.flex.mask_job import exchange_of
 from cp_dispatch.groups import ring_group_name
 from tests.distributed.rooms import Box, Rooms

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 import cp_dispatch
 from cp_dispatch import fast_path
 from cp_dispatch.backends import BACKENDS, packed_heads
-from cp_dispatch.schedules import mailbox, reach
+from cp_dispatch.schedules import mailboxes, reach
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
@@ -137,9 +137,9 @@ def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: 
             assert reached == (wanted == "1")
         judge(problem, env.device, kernel, got)
         results.append(got)
-    assert mailbox.held_bytes() > 0
-    mailbox.free()
-    assert mailbox.held_bytes() == 0
+    assert mailboxes.held_bytes() > 0
+    mailboxes.free()
+    assert mailboxes.held_bytes() == 0
     with cp_dispatch.enabled(schedule=schedule):
         got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
     judge(problem, env.device, kernel, got)

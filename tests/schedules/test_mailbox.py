@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from cp_dispatch.schedules import mailbox
+from cp_dispatch.schedules import mailbox, mailboxes
 
 
 class Stream:
@@ -33,11 +33,11 @@ def made(size: int, log: list[str], current: Stream, side: Stream):
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch.cuda, "current_stream", lambda device=None: current),
         mock.patch.object(dist, "barrier", lambda group, **_: log.append("ranks")),
-        mock.patch.object(mailbox, "is_used_by", lambda group: True),
-        mock.patch.object(mailbox, "Mailbox", lambda *_: log.append("made") or box),
-        mock.patch.object(mailbox, "_apart", apart),
+        mock.patch.object(mailboxes, "is_used_by", lambda group: True),
+        mock.patch.object(mailboxes, "Mailbox", lambda *_: log.append("made") or box),
+        mock.patch.object(mailboxes, "_apart", apart),
     ):
-        return mailbox.mailbox(group, side, "keys", size)
+        return mailboxes.mailbox(group, side, "keys", size, [])
 
 
 def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
@@ -46,7 +46,7 @@ def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
     log: list[str] = []
     current, side = Stream("current", log), Stream("side", log)
     meeting = ["the thread's", "ranks", "the thread's"]
-    with mock.patch.dict(mailbox._boxes, clear=True):
+    with mock.patch.dict(mailboxes._boxes, clear=True):
         made(2**21, log, current, side)
         assert log == ["made", *meeting]
         log.clear()
@@ -54,15 +54,44 @@ def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
         assert log == ["current", "side", *meeting, "made", *meeting]
 
 
+def without_peers(name: str, steps: list) -> mailbox.Mailbox:
+    box = object.__new__(mailbox.Mailbox)
+    box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
+    box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
+    box.side, box.is_in_a_graph = mock.Mock(), False
+    box._is_ahead = False
+    box._steps, box._marks = steps, [(name, step) for step in range(3)]
+    return box
+
+
+def test_steps_are_noted_down(monkeypatch):
+    """Of both boxes where a push to one opens the other; of a message in several pushes, once."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(mailbox, "on_default_stream", lambda device: True)
+    for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
+        monkeypatch.setattr(mailbox, name, lambda *_: None)
+    steps: list = []
+    box, other = (without_peers(name, steps) for name in ("keys", "gradients"))
+    opened, begun, ended = (("keys", step) for step in range(3))
+    for step, noted in (
+        (lambda: box.open(), [opened]),
+        (lambda: box.push([], []), [begun, ended]),
+        (lambda: box.push_rows([], [], opens=True, last=False), [opened, begun]),
+        (lambda: box.push_rows([], [], first=False, last=False), []),
+        (lambda: box.push_rows([], [], first=False), [ended]),
+        (lambda: box.push_rows([], [], opens_too=other), [("gradients", 0), begun, ended]),
+        (lambda: box.push_here([], [], (box, other)), [opened, ("gradients", 0), begun, ended]),
+    ):
+        step()
+        assert steps == noted
+        steps.clear()
+
+
 def test_the_default_stream_waits_for_readers_once(monkeypatch):
     """After a pull that it has waited for nobody reads, until something is queued; any other stream
     waits again, for nothing tells whether it came after that one."""
     log: list[str] = []
-    box = object.__new__(mailbox.Mailbox)
-    box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
-    box._is_ahead = False
-    box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
-    box._side, box.is_in_a_graph, current = mock.Mock(), False, 0
+    box, current = without_peers("keys", []), 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
@@ -95,10 +124,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
 def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
     """Calls on the default stream tell no other stream when they have read what came."""
     log: list[object] = []
-    box = object.__new__(mailbox.Mailbox)
-    box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
-    box._is_ahead, box._peers, box._there, box._here = False, (), [[], []], [[], []]
-    box._all, box._side, box.is_in_a_graph, current = [[[], []], [[], []]], mock.Mock(), False, 0
+    box, current = without_peers("keys", []), 0
     default = mock.MagicMock()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 import cp_dispatch
-from cp_dispatch.flex.ownership import ownership
+from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
 from cp_dispatch.varlen.ops import BACKWARD, FORWARD

@@ -1,4 +1,4 @@
-"""What plans of ``flex_attention`` and ``varlen_attn`` share: keys go to ranks that need them."""
+"""What plans of ``flex_attention`` and ``varlen_attn`` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worked out of a block mask, kept for as long as its tensors live and stay as they are."""
+"""What is worked out of tensors, kept for as long as they live and stay as they are."""
 
 from __future__ import annotations
 

@@ -1,0 +1,12 @@
+"""Every private torch symbol that cp_dispatch uses, in one place.
+
+Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing else in the package
+may use a name that torch marks as private, but for ``Tensor._version``, which its docs name.
+"""
+
+from cp_dispatch._compat import dispatch, distributed, tracing
+from cp_dispatch._compat.dispatch import *  # noqa: F403
+from cp_dispatch._compat.distributed import *  # noqa: F403
+from cp_dispatch._compat.tracing import *  # noqa: F403
+
+__all__ = [*dispatch.__all__, *distributed.__all__, *tracing.__all__]

@@ -1,0 +1,151 @@
+"""Dynamo, fakes, traces and the graphs that come of them."""
+
+import sys
+
+import torch
+import torch.utils.checkpoint
+from torch._subclasses import FakeTensor
+from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+__all__ = [
+    "add_check",
+    "compiled_graphs",
+    "compiles_for_inductor",
+    "count_traced",
+    "dynamo_traces",
+    "guard_trace",
+    "is_fake",
+    "is_tracing",
+    "save_in_traced_checkpoints",
+    "size_hint",
+    "skip_code",
+    "without_subclass",
+]
+
+
+def skip_code(function) -> None:
+    """Let no frame of a function be compiled; it may still be traced as a part of another."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def count_traced(functions) -> int:
+    """How many calls of these functions are in the graphs that dynamo makes at the moment."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    graphs = [tracer.graph for tracer in output.tracers]
+    graphs += [x.graph for x in output.nn_modules.values() if isinstance(x, torch.fx.GraphModule)]
+    return sum(node.target in functions for graph in graphs for node in graph.nodes)
+
+
+# Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
+without_subclass = torch._C.DisableTorchFunctionSubclass
+
+# Something where this thread is in the middle of a compilation by dynamo, else None. Every call
+# asks, so it is torch's own function.
+dynamo_traces = torch._guards.TracingContext.try_get
+
+
+def size_hint(size) -> int:
+    """A size's value in a trace, without a guard on it."""
+    node = getattr(size, "node", None)
+    return int(size) if node is None or not node.has_hint() else int(node.hint)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data and is not part of a graph that is being traced."""
+    return isinstance(tensor, FakeTensor)
+
+
+def compiles_for_inductor() -> bool:
+    """Whether this thread traces a graph that inductor will compile."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
+
+
+def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
+    """In a trace of a checkpointed region, keep what ``op`` has just returned for the backward.
+
+    For random numbers: where torch 2.13 recomputes them, it takes the meshes of DTensors for the
+    generator's states and fails.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for node in reversed(mode.tracer.graph.nodes):
+        if node.target is op:
+            if node.meta.get("recompute") is not None:
+                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+            return
+
+
+def guard_trace(check, words: str, key: object) -> None:
+    """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
+    which gets the frame's locals, is true, and the sizes of DTensors that were constants are the
+    same. A second guard of an equal ``key`` changes nothing."""
+    context = dynamo_traces()
+    if context is None:
+        return
+
+    def create(builder, guard) -> None:
+        add_check(builder.guard_manager, check, words)
+        _guard_sizes(builder)
+
+    create.key = key
+    guards = context.guards_context.dynamo_guards
+    if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
+        guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def _guard_sizes(builder) -> None:
+    """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
+    DTensor is not: then some ranks would compile anew and others not."""
+    graph = builder.check_fn_manager.output_graph
+    # Export makes its guards of less, and nobody calls them.
+    for tracked in getattr(graph, "tracked_fakes", ()):
+        if not isinstance(tracked.fake, DTensor):
+            continue
+        # Constants, also those that were symbols until an op looked at them.
+        sizes = {i: int(n) for i, n in enumerate(tracked.fake.shape) if is_concrete_int(n)}
+
+        manager = builder.get_guard_manager_from_source(tracked.source)
+        manager.add_lambda_guard(
+            _has_sizes(sizes, len(tracked.fake.shape)),
+            [f"cp_dispatch: global sizes of {tracked.source}"],
+            None,
+        )
+
+
+def _has_sizes(sizes: dict[int, int], ndim: int):
+    """A guard that dims of a tensor have these sizes."""
+    if len(sizes) == ndim:  # every call asks
+        whole = torch.Size(sizes.values())
+        return lambda tensor: tensor.shape == whole
+
+    def check(tensor) -> bool:
+        shape = tensor.shape
+        return all(shape[i] == n for i, n in sizes.items())
+
+    return check
+
+
+def add_check(manager, check, words: str) -> None:
+    """Add ``check`` to the guards of a compiled graph."""
+    manager.root.add_lambda_guard(check, [words], None)
+
+
+def compiled_graphs():
+    """The guard managers of all graphs that dynamo keeps."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    for reference in convert.input_codes.seen if convert is not None else ():
+        code = reference()
+        if code is not None:
+            for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code):
+                yield entry.guard_manager

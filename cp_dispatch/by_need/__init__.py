@@ -1,0 +1,1 @@
+"""Keys go to the ranks whose rows need them: what ``flex_attention`` and ``varlen_attn`` share."""

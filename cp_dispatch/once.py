@@ -1,0 +1,19 @@
+"""Properties that are worked out once, also by ranks that wait for each other meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class once:  # noqa: N801  a decorator
+    """As ``functools.cached_property``, which before Python 3.12 holds a lock of the class while it
+    works: of ranks that are threads one would hold it and wait for the others, who wait for it."""
+
+    def __init__(self, make: Callable):
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._make(instance)
+        return value

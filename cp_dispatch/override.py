@@ -1,0 +1,145 @@
+"""What stands before torch's kernels of ``scaled_dot_product_attention`` while cp_dispatch is on.
+
+Note [The override]
+~~~~~~~~~~~~~~~~~~~
+``aten::scaled_dot_product_attention`` is composite: torch runs one kernel for every dispatch
+key. While enabled, a Python kernel stands before it at the CPU and CUDA keys and at their
+autograd keys, so it sees each call once, however the function was imported. A call without
+DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
+off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
+calls. Both registrations belong to one ``torch.library.Library``, which is destroyed with the last
+user of the override.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch import fused_modules, graph_guards
+from cp_dispatch._compat import composite_kernel, dynamo_traces
+from cp_dispatch.dispatch import attend, involves_dtensor
+from cp_dispatch.local_call import attend_plain
+from cp_dispatch.options import Options, OptionStack
+from cp_dispatch.plain_context import PlainContext
+
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
+_VMAP_KEY = "FuncTorchVmapMode"  # where vmap takes the function apart, before any of those
+
+CurrentOptions = Callable[[], Options | None]
+
+
+def install(
+    library: torch.library.Library,
+    stack: OptionStack,
+    contexts: OptionStack,
+    plain_context: Callable[[], PlainContext | None],
+) -> None:
+    """Register everything with a library, which takes it away again.
+
+    ``stack`` has the options of calls on DTensors; ``contexts`` those of calls without, of which
+    ``plain_context`` finds the one that holds.
+    """
+    # All fetched first: a kernel at one key changes what torch computes for the others.
+    kernels = {key: composite_kernel(key) for key in _KEYS}
+    under_vmap = composite_kernel(_VMAP_KEY)
+    options = _noted(stack)
+    how = {"with_keyset": True, "allow_override": True}
+    for key, kernel in kernels.items():
+        # A kernel that somebody else put there stays, and is the one we call on to.
+        own = _override(kernel, options, contexts, plain_context)
+        library.impl("scaled_dot_product_attention", own, key, **how)
+    with warnings.catch_warnings():
+        # Torch up to 2.13 says that a kernel was there before, which is called on to.
+        warnings.simplefilter("ignore")
+        refusal = _refusal_of_vmap(under_vmap, stack)
+        library.impl("scaled_dot_product_attention", refusal, _VMAP_KEY, **how)
+    torch.library.register_torch_dispatch(
+        "aten::scaled_dot_product_attention", DTensor, _inference_rule(options), lib=library
+    )
+    for name, rule in fused_modules.RULES.items():
+        torch.library.register_torch_dispatch(name, DTensor, _while_on(rule, options), lib=library)
+
+
+def _noted(stack: OptionStack) -> CurrentOptions:
+    """Options that hold, with a guard on them for the graph that is being traced, if any."""
+
+    def options() -> Options | None:
+        if dynamo_traces() is not None:
+            graph_guards.note_trace("options of cp_dispatch", stack.current)
+        return stack.current()
+
+    return options
+
+
+def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_context):
+    """The kernel that stands before torch's ``kernel``. See Note [The override]."""
+
+    def scaled_dot_product_attention(
+        keyset, query, key, value,
+        attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
+    ):  # fmt: skip
+        if involves_dtensor(query, key, value, attn_mask):
+            found = options()
+            if found is not None:
+                result = attend(
+                    found, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+                if result is not NotImplemented:
+                    return result
+        elif contexts.in_use or dynamo_traces() is not None:
+            if dynamo_traces() is not None:
+                graph_guards.note_trace("the block of context_parallel", plain_context)
+            context = plain_context()
+            if context is not None:
+                result = attend_plain(
+                    context, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+                if result is not NotImplemented:
+                    return result
+        return kernel.call_boxed(
+            keyset, query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+
+    return scaled_dot_product_attention
+
+
+def _refusal_of_vmap(kernel, stack: OptionStack):
+    """The kernel that stands before vmap's, which would go on to DTensor's own kernels: in a layout
+    those take the order of the shards for that of the sequence."""
+
+    def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
+        if stack.current() is not None:
+            involves_dtensor(query, key, value, attn_mask)
+        return kernel.call_boxed(keyset, query, key, value, attn_mask, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _inference_rule(options: CurrentOptions):
+    def rule(cls, func, types, args=(), kwargs=None):
+        found = options()
+        if found is None:
+            return NotImplemented
+        return _attend_from_aten(found, *args, **(kwargs or {}))
+
+    return rule
+
+
+def _while_on(rule, options: CurrentOptions):
+    def rule_while_on(cls, func, types, args=(), kwargs=None):
+        return NotImplemented if options() is None else rule(*args, **(kwargs or {}))
+
+    return rule_while_on
+
+
+def _attend_from_aten(
+    options, query, key, value,
+    attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
+):  # fmt: skip
+    return attend(options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

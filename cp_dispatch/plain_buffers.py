@@ -1,0 +1,134 @@
+"""Buffers of :func:`~cp_dispatch.plain.context_parallel`: shards inside of a block."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_dispatch.errors import ContextParallelError, ContextParallelValueError
+from cp_dispatch.flex.plain import local_form, swap
+from cp_dispatch.layouts import Balancer, Span, shard
+from cp_dispatch.layouts.spans import chunk
+
+_lock = threading.Lock()
+_sharded: set[int] = set()  # ids of the buffers of all blocks
+
+
+def shard_of(mesh: DeviceMesh, buffer, dim: int, layout: Balancer | None):
+    """A buffer's shard; of a BlockMask the fields that it gets."""
+    own = shard(mesh, buffer, dim, layout)
+    if not isinstance(buffer, BlockMask):
+        return own
+    rank, size = mesh.get_local_rank(), mesh.size()
+    rows, keys = (chunk(Span(0, length), size)[rank].length for length in buffer.seq_lengths)
+    return local_form(own, rows, keys)
+
+
+def length_of(buffer, dim: int) -> int:
+    return buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else buffer.shape[dim]
+
+
+def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
+    """Buffers, their sequence dims, and the ids of those that are not to be restored."""
+    buffers, dims = list(buffers or ()), list(dims or ())
+    if len(buffers) != len(dims):
+        raise ContextParallelValueError(
+            f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints"
+        )
+    ids = [id(buffer) for buffer in buffers]
+    keep = {id(buffer) for buffer in no_restore or ()}
+    if not keep <= set(ids):
+        raise ContextParallelValueError("no_restore_buffers must be a subset of buffers")
+    for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        name = f"buffers[{i}]"
+        if isinstance(buffer, BlockMask):
+            if ids.index(id(buffer)) != i or id(buffer) in _sharded:
+                raise ContextParallelError(
+                    f"{name}, a BlockMask, is already this rank's rows, of this block or of one "
+                    "around it; name each buffer once"
+                )
+            continue
+        if not isinstance(buffer, torch.Tensor):
+            raise ContextParallelValueError(f"{name} must be a tensor, got {type(buffer).__name__}")
+        if buffer.requires_grad:
+            raise ContextParallelError(
+                f"{name} {list(buffer.shape)} needs a gradient, which would be one of the whole "
+                "tensor; make the shard need it, inside the block, or use cp_dispatch.shard"
+            )
+        if ids.index(id(buffer)) != i or id(buffer) in _sharded:
+            raise ContextParallelError(
+                f"{name} {list(buffer.shape)} is already a shard, of this block or of one around "
+                "it; name each buffer once"
+            )
+        if (
+            isinstance(dim, bool)
+            or not isinstance(dim, int)
+            or not -buffer.ndim <= dim < buffer.ndim
+        ):
+            raise ContextParallelValueError(
+                f"{name} has shape {list(buffer.shape)}, which has no dim {dim!r}"
+            )
+    return buffers, dims, keep
+
+
+@contextlib.contextmanager
+def swapped(buffers: list, shards: list, keep: set[int]):
+    """The buffers hold the shards inside; outside they have their own storage again.
+
+    Autograd saves a buffer by reference, and would find the whole tensor in a backward after the
+    block. So what is saved inside is saved as an alias, which keeps the shard.
+    """
+    masks = [(x, own) for x, own in zip(buffers, shards, strict=True) if isinstance(x, BlockMask)]
+    tensors = [pair for pair in zip(buffers, shards, strict=True) if isinstance(pair[0], Tensor)]
+    buffers, shards = ([pair[i] for pair in tensors] for i in (0, 1))
+    ids = {id(buffer) for buffer in buffers} | {id(mask) for mask, _ in masks}
+    originals = [None if id(buffer) in keep else buffer.detach() for buffer in buffers]
+    fields = []
+    aliases = _aliases(ids) if any(x is not None for x in originals) else contextlib.nullcontext()
+    with _lock:
+        _sharded.update(ids)
+    try:
+        for buffer, own in zip(buffers, shards, strict=True):
+            _put(buffer, own)
+        fields += [(mask, swap(mask, own)) for mask, own in masks]
+        with aliases:
+            yield
+    finally:
+        for buffer, original in zip(buffers, originals, strict=True):
+            if original is not None:
+                buffer.data = original
+        for mask, before in fields:
+            if id(mask) not in keep:
+                swap(mask, before)
+        with _lock:
+            _sharded.difference_update(ids)
+
+
+def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:
+    buffer.data = own
+    if not buffer.is_inference():
+        increment_version(buffer)  # a graph that was built before must not find the shard
+
+
+def _aliases(ids: set[int]):
+    def pack(tensor):
+        # Of a buffer no version is kept: putting the original back is no modification of a shard.
+        return tensor.detach(), None if id(tensor) in ids else tensor._version
+
+    def unpack(saved):
+        alias, version = saved
+        if version is not None and alias._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(alias.shape)} saved inside "
+                f"context_parallel is at version {alias._version}, expected {version}"
+            )
+        return alias
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,117 @@
+"""The mailboxes of all groups: one of each name, made by all ranks of a group together."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from cp_dispatch.schedules.mailbox import HEADER, Mailbox
+from cp_dispatch.schedules.reach import ask_peers, is_used_by
+
+T = TypeVar("T")
+
+#: The largest room, in bytes: it is held until the process ends.
+LARGEST = 2**30
+_GRAIN = 2**21
+
+_boxes: dict[tuple[str, str], tuple[dist.ProcessGroup, Mailbox]] = {}
+_retired: list[Mailbox] = []
+
+
+def mailbox(
+    group: dist.ProcessGroup,
+    stream: torch.cuda.Stream | None,
+    name: str,
+    size: int,
+    steps: MutableSequence,
+) -> Mailbox | None:
+    """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
+    where there cannot be one. Every rank of the group must ask alike. ``steps`` are where it notes
+    down ``(name, OPENED)``, ``(name, BEGUN)`` and ``(name, ENDED)``.
+
+    Mailboxes are held, so that there is one of each name; a larger one takes its place.
+    """
+    if stream is None or size > LARGEST:
+        return None
+    if is_used_by(group) is None and not torch.cuda.is_current_stream_capturing():
+        _apart(stream.device, ask_peers, group, stream.device)
+    if not is_used_by(group):
+        return None
+    key = group.group_name, name
+    known = _boxes.get(key)
+    if known is not None and known[0] is group and known[1].size >= size:
+        return known[1]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    if known is not None:
+        del _boxes[key]
+        known[1].let_side_follow()
+        known[1].retire()
+        if known[1].is_in_a_graph:
+            _retired.append(known[1])  # its replays go on writing there
+    room = -(-size // _GRAIN) * _GRAIN
+    readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
+    box = _apart(stream.device, _make, group, stream, room, readers, name, steps)
+    _boxes[key] = group, box
+    return box
+
+
+def _make(
+    group: dist.ProcessGroup,
+    stream: torch.cuda.Stream,
+    size: int,
+    readers: Sequence[torch.cuda.Stream],
+    *notes,
+) -> Mailbox:
+    if readers:
+        _meet(group, stream.device, readers)  # nobody writes to, or reads, what goes now
+    box = Mailbox(group, stream, size, *notes)
+    _meet(group, stream.device, ())  # all flags are 0
+    return box
+
+
+def _apart(device: torch.device, function: Callable[..., T], *args) -> T:
+    """Call a function on a thread of its own, whose memory is no part of a CUDA graph's pool."""
+
+    def call():
+        torch.cuda.set_device(device)
+        return function(*args)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def _meet(
+    group: dist.ProcessGroup, device: torch.device, streams: Sequence[torch.cuda.Stream]
+) -> None:
+    """Return once every rank is here, and these streams and the current one have done their work.
+
+    Not the whole GPU: a stage of a pipeline may have asked for gradients that another stage only
+    sends when it has got what is to be computed here.
+    """
+    for stream in (*streams, torch.cuda.current_stream(device)):
+        stream.synchronize()
+    dist.barrier(group, device_ids=[device.index])
+    torch.cuda.current_stream(device).synchronize()
+
+
+def held_bytes() -> int:
+    """Bytes of GPU memory in mailboxes, which torch's memory statistics do not count."""
+    boxes = [box for _, box in _boxes.values()] + _retired
+    return sum(HEADER + box.size for box in boxes)
+
+
+def free() -> None:
+    """Give all rooms back, but for those of CUDA graphs. Every rank must call it alike; what needs
+    rooms makes them anew."""
+    for key, (group, box) in list(_boxes.items()):
+        box.let_side_follow()
+        _meet(group, box.device, (box.side,))
+        box.retire()
+        if box.is_in_a_graph:
+            _retired.append(box)
+        del _boxes[key]

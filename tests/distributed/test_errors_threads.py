@@ -1,0 +1,274 @@
+"""Where ranks write to each other's rooms, an error on some of them leaves no other waiting, and no
+flag for the next call (:mod:`cp_dispatch.schedules.flags_alone`).
+
+Copy engines are emulated (:mod:`tests.distributed.rooms`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.overrides import TorchFunctionMode
+
+import cp_dispatch
+from cp_dispatch import HeadTail, kernels
+from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.schedules import SCHEDULES
+from tests.distributed.calls import only
+from tests.distributed.permuted import balancers
+from tests.distributed.reference import Mask, Problem, check, exact, one_device
+from tests.distributed.rooms import Rooms
+from tests.distributed.sharded import distribute, run_sharded
+from tests.distributed.test_head_groups_threads import limit
+from tests.distributed.threads import run_threads
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    return Rooms(monkeypatch)
+
+
+class Memory(TorchFunctionMode):
+    """Of one rank: there is none for the allocation of that number and what comes after it."""
+
+    ALLOCATE = {"cat", "clone", "contiguous", "new_empty", "new_zeros", "repeat_interleave", "to"}
+
+    def __init__(self, last: int | None):
+        super().__init__()
+        self.left, self.was_missing = last, False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.left is not None and getattr(func, "__name__", "") in self.ALLOCATE:
+            self.left -= 1
+            if self.left < 0:
+                self.was_missing = True
+                raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+class Schedules(dict):
+    """``SCHEDULES``, which run with the memory of their thread's rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = threading.local()
+
+    def __missing__(self, name: str):
+        self[name] = found = _Limited(SCHEDULES[name], self.memory)
+        return found
+
+
+class _Limited:
+    def __init__(self, inner, memory):
+        self._inner, self._memory = inner, memory
+
+    def __getattr__(self, name: str):
+        found = getattr(self._inner, name)
+        if name == "KnownCalls":
+            return lambda job: _Limited(found(job), self._memory)
+        return found
+
+    def forward(self, *args):
+        return self._within(self._inner.forward, args)
+
+    def backward(self, *args):
+        return self._within(self._inner.backward, args)
+
+    def _within(self, method, args):
+        tensor = next(x for x in args if isinstance(x, torch.Tensor))
+        # What is done about an error takes no memory.
+        with contextlib.nullcontext() if tensor.is_meta else self._memory.mode:
+            return method(*args)
+
+
+CALLS = [
+    ("gather", None), ("gather", "head-tail"), ("natural_ring", None), ("mirrored_ring", None),
+    ("ring", "head-tail"), ("ring", "documents"), ("one_call", None), ("ulysses", None),
+    ("groups", None), ("groups", "head-tail"), ("mask", None), ("mask", "head-tail"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("schedule, kind", CALLS)
+@pytest.mark.parametrize("failing", [(1,), (0, 2)], ids=str)
+def test_memory_runs_out_anywhere(rooms, monkeypatch, caplog, failing, schedule, kind, where):
+    """Whatever it was for: packing, results, sums."""
+    how = {"causal": schedule != "one_call"}
+    if schedule == "mask":
+        how = {"mask": Mask("1hqk", None)}
+    problem = Problem(heads=8, key_heads=4, length=96, dim=16, **how)
+    tensors, layout = problem.tensors(), balancers(96, 3, 1).get(kind)
+    schedules, barrier, left = Schedules(), threading.Barrier(3), [0, 0, 0]
+    monkeypatch.setattr(kernels, "SCHEDULES", schedules)
+    monkeypatch.setattr(kernels, "_jobs", {})
+    if schedule == "groups":
+        limit(monkeypatch, problem, 2)
+    chosen = {"groups": "gather", "mask": "ring"}.get(schedule, schedule)
+    want = alone = None
+    if layout is None:
+        want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        shards = [distribute(x, mesh, (Shard(2),)) for x in tensors]
+        inputs = [x.requires_grad_() for x in shards[:3]]
+        mask = problem.attn_mask()
+        everything, masks = Memory(None), [] if mask is None else [mask.detach()]
+        schedules.memory.mode = everything
+        with cp_dispatch.enabled(schedule=chosen, layout=layout):
+            for last in itertools.count():
+                memory = Memory(last) if rank in failing else everything
+                schedules.memory.mode = memory if where == "forward" else everything
+                missing = False
+                try:
+                    output = problem.attend(*inputs, *masks)
+                    schedules.memory.mode = memory
+                    if where == "backward":
+                        torch.autograd.grad(output, inputs, shards[3])
+                except torch.OutOfMemoryError:
+                    missing = True
+                assert missing == memory.was_missing
+                schedules.memory.mode = everything
+                left[rank] = missing
+                barrier.wait()
+                rooms.assert_all_is_quiet()
+                done = not any(left)
+                barrier.wait()
+                if done:
+                    break
+            assert last > 3
+            if layout is None:
+                check(run_sharded(problem, tensors, mesh), want, alone)
+
+    with only("cpu_flash"):
+        run_threads(3, rank_body)
+    rooms.assert_all_is_quiet()
+    assert rooms.used and not caplog.records
+
+
+@pytest.mark.parametrize("schedule, causal", [
+    ("gather", True), ("gather", False), ("one_call", False), ("natural_ring", True),
+])  # fmt: skip
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, causal):
+    """As running out of memory does, in the middle of a call; the next one is right."""
+    problem = Problem(heads=2, length=64, dim=16, causal=causal)
+    tensors, method = problem.tensors(), getattr(CpuFlash, where)
+    failing = threading.Event()
+
+    def fail(*args, **kwargs):
+        if failing.is_set():
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, where, fail)
+    barrier = threading.Barrier(4)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        with cp_dispatch.enabled(schedule=schedule):
+            for _ in range(2):
+                barrier.wait()
+                failing.set()
+                barrier.wait()
+                with pytest.raises(torch.OutOfMemoryError):
+                    run_sharded(problem, tensors, mesh)
+                barrier.wait()
+                failing.clear()
+                rooms.assert_all_is_quiet()
+            barrier.wait()
+            check(run_sharded(problem, tensors, mesh), exact(problem, tensors),
+                  one_device(problem, tensors, "cpu_flash"))  # fmt: skip
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("kind", [None, "head-tail"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeypatch, first, kind):
+    """Also at the mirror's diagonal, when shares are on their way, and where ranks run out of
+    memory one sooner than another."""
+    problem = Problem(heads=2, length=64, dim=16, causal=True)
+    tensors, method = problem.tensors(), CpuFlash.backward
+    layout = HeadTail(64, 4) if kind else None
+    calls = threading.local()
+
+    def fail(*args, **kwargs):
+        calls.left = getattr(calls, "left", -1) - 1
+        if calls.left == -1:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, "backward", fail)
+    barrier = threading.Barrier(4)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        calls.left = (first + rank) % 3
+        with cp_dispatch.enabled(schedule="gather", layout=layout):
+            with pytest.raises(torch.OutOfMemoryError):
+                run_sharded(problem, tensors, mesh)
+            barrier.wait()
+            rooms.assert_all_is_quiet()
+            barrier.wait()
+            got = run_sharded(problem, tensors, mesh)
+            if layout is None:
+                alone = one_device(problem, tensors, "cpu_flash")
+                check(got, exact(problem, tensors), alone)
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [None, "mirrored", "head-tail", "documents"])
+@pytest.mark.parametrize("failing", [(1,), (3,), (0, 2), (0, 1, 2, 3)], ids=str)
+def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, kind, name):
+    """On some ranks, at other tiles on each."""
+    problem = Problem(heads=2, length=64, dim=16, causal=True)
+    tensors, method = problem.tensors(), getattr(CpuFlash, name)
+    schedule = "mirrored_ring" if kind == "mirrored" else "natural_ring"
+    layout = balancers(64, 4, 1).get(kind)
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+    calls, barrier = threading.local(), threading.Barrier(4)
+
+    def fail(*args, **kwargs):
+        calls.left = getattr(calls, "left", -1) - 1
+        if calls.left == -1:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(CpuFlash, name, fail)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        for first in range(4):
+            # In natural order the first rank has a single tile.
+            fails = rank in failing and (kind is not None or first <= rank)
+            calls.left = first if fails else -1
+            with cp_dispatch.enabled(schedule=schedule, layout=layout):
+                shards = [distribute(x, mesh, (Shard(2),)) for x in tensors]
+                inputs = [x.requires_grad_() for x in shards[:3]]
+                with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
+                    output = problem.attend(*inputs)
+                    if name == "backward":
+                        torch.autograd.grad(output, inputs, shards[3])
+            barrier.wait()
+            rooms.assert_all_is_quiet()
+            barrier.wait()
+        if layout is None:
+            with cp_dispatch.enabled(schedule=schedule):
+                check(run_sharded(problem, tensors, mesh), want, alone)
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    rooms.assert_all_is_quiet()

@@ -1,0 +1,107 @@
+"""Who knows whom: which modules may import which, and what may stand where."""
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+import cp_dispatch
+from cp_dispatch.backends import BACKENDS
+
+PACKAGE = pathlib.Path(cp_dispatch.__file__).parent
+#: shard() of a block mask, which nothing below a plan calls.
+UPWARD = {("layouts.buffers", "flex.create")}
+TREES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(module: str) -> Iterator[tuple[str, str]]:
+    """Modules that one imports, and names from them, wherever in it that stands."""
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def imported(module: str) -> set[str]:
+    """Modules of the package that one imports; of a package whose names it imports, all that
+    the package does."""
+    found = set()
+    for source, name in imports(module):
+        if source.split(".")[0] != "cp_dispatch":
+            continue
+        inner = source.partition(".")[2]
+        candidates = f"{inner}.{name}".strip("."), inner, f"{inner}.__init__".strip(".")
+        found.update([next(known for known in candidates if known in TREES)])
+    return {name for name in found if (module, name) not in UPWARD}
+
+
+def known_to(*modules: str) -> set[str]:
+    """Modules that these ones import, and what those import, and so on."""
+    found, new = set(), set(modules)
+    while new:
+        found |= new
+        new = set().union(*map(imported, new)) - found
+    return found
+
+
+def within(*packages: str) -> list[str]:
+    return [name for name in TREES if name.split(".")[0] in packages]
+
+
+def test_the_search_finds_imports():
+    assert {"flex.rule", "flex.ops", "ops", "layouts.__init__"} <= known_to("flex.install")
+    assert len(within("schedules", "backends")) > 30
+
+
+@pytest.mark.parametrize(("feature", "other"), [("flex", "varlen"), ("varlen", "flex")])
+def test_flex_attention_and_varlen_attn_do_not_know_each_other(feature, other):
+    found = {m: imported(m) & set(within(other)) for m in within(feature)}
+    assert not {module: names for module, names in found.items() if names}
+
+
+def test_what_both_share_knows_neither():
+    assert not known_to(*within("by_need")) & set(within("flex", "varlen"))
+
+
+def test_a_schedule_names_no_backend():
+    names = set(BACKENDS)
+    for module in within("schedules"):
+        assert not imported(module) & {f"backends.{name}" for name in names}, module
+        texts = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant)}
+        assert not texts & names, module
+
+
+def test_a_backend_does_not_communicate():
+    # Of what _compat gathers of torch, a backend takes nothing of torch.distributed.
+    modules = known_to(*within("backends")) - set(within("_compat"))
+    assert not modules & {"groups", *within("schedules")}
+    for module in modules:
+        sources = {f"{source}.{name}" for source, name in imports(module)}
+        assert not {s for s in sources if s.startswith("torch.distributed")}, module
+
+
+def test_nothing_below_the_plan_reads_options():
+    """What ops do is in their arguments: a backward may run when options are others by then."""
+    ops = [name for name in TREES if name.split(".")[-1] in ("ops", "group_ops")]
+    assert len(ops) == 4
+    assert not known_to(*ops, *within("schedules")) & {"options", "toggle", "decide", "settle"}
+
+
+def test_autograd_and_fakes_live_in_ops():
+    """Beside modules of ops: helper ops that are written in place stand beside their twins, the
+    fast path stands for an op's autograd, and moving whole tensors is differentiable."""
+    beside = {"merge", "parts", "rows", "fast_path", "layouts.buffers"}
+    found = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")
+        if ast.unparse(node) in ("torch.autograd.Function", "torch.library.register_fake")
+    }
+    assert {"ops", "fast_path"} <= found
+    assert {module for module in found if not module.endswith("ops")} == beside
