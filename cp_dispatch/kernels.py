@@ -14,7 +14,7 @@ from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import from_text
 from cp_dispatch.merge import plain_batch, token_major
-from cp_dispatch.schedules import SCHEDULES, flags_alone
+from cp_dispatch.schedules import SCHEDULES, flags_alone, of_direction
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 
@@ -25,9 +25,10 @@ _MAX_JOBS = 1024
 def job_of(
     backend, query, attn_mask, dropout_seed, dropout_p, origin,
     is_causal, scale, query_length, key_length, schedule, ring_shape, group_name,
-    layout, mask_order,
+    layout, mask_order, backward=False,
 ):  # fmt: skip
     """The job that an op's arguments describe, and its schedule."""
+    schedule = of_direction(schedule, backward)
     kind = None if attn_mask is None else attn_mask.dtype
     if kind not in (None, torch.bool) and not kind.is_floating_point:
         # Inductor's kernels for CPU make integers of a boolean mask that a collective moves.
@@ -149,22 +150,24 @@ class Repeated:
     def __init__(self, backend, arguments: tuple):
         self._backend, self._arguments = backend, arguments
         *_, self._group_name, self._layout, _ = arguments
-        self._group = self._job = self._schedule = self._known = None
+        self._group = self._known = None
+        #: Job and schedule of a forward and of a backward.
+        self._ways: list[tuple] = []
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`run_forward`."""
-        known = self._find(query)
+        known, job, schedule = self._find(query, backward=False)
         if known is None:
-            return run_forward(self._job, self._schedule, query, key, value)
+            return run_forward(job, schedule, query, key, value)
         tensors = query, key, value
-        self._job.ring.steps.clear()
+        job.ring.steps.clear()
         try:
             results = known.forward(*tensors)
         except BaseException:
-            flags_alone.finish(self._job, self._schedule.forward, tensors)
+            flags_alone.finish(job, schedule.forward, tensors)
             raise
         if results is None:
-            results = run_forward(self._job, self._schedule, *tensors)
+            results = run_forward(job, schedule, *tensors)
             known.learn_forward(*tensors)
         else:
             recomputed.note(results[1], self._layout)
@@ -172,36 +175,40 @@ class Repeated:
 
     def backward(self, grad_output, query, key, value, output, logsumexp, key_grad: bool):
         """As :func:`run_backward`, without a mask's gradient."""
-        known = self._find(query)
+        known, job, schedule = self._find(query, backward=True)
         if not key_grad:
             known = None
         tensors = grad_output, query, key, value, output, logsumexp
         if known is not None:
             recomputed.check(logsumexp, self._layout)
-            self._job.ring.steps.clear()
+            job.ring.steps.clear()
             try:
                 grads = known.backward(*tensors)
             except BaseException:
-                flags_alone.finish(self._job, self._schedule.backward, tensors, True, False)
+                flags_alone.finish(job, schedule.backward, tensors, True, False)
                 raise
             if grads is not None:
                 return grads
-        grads = run_backward(self._job, self._schedule, *tensors, key_grad, False)[:3]
+        grads = run_backward(job, schedule, *tensors, key_grad, False)[:3]
         if known is not None:
             known.learn_backward(*tensors)
         return grads
 
-    def _find(self, query: Tensor):
-        """The job and its schedule; what that knows, where nobody wants to see its parts."""
+    def _find(self, query: Tensor, backward: bool) -> tuple:
+        """What knows such calls, where nobody wants to see its parts; the job and its schedule."""
         group = resolve_group(self._group_name) if self._group_name else None
         # Names repeat after destroy_process_group, and in threads.
-        if self._job is None or group is not self._group:
-            self._job, self._schedule = job_of(self._backend, query, *self._arguments)
-            make = getattr(self._schedule, "KnownCalls", None)
-            knows = make is not None and self._job.ring and self._job.sign == 1.0
-            self._known = make(self._job) if knows else None
+        if not self._ways or group is not self._group:
+            ways = [
+                job_of(self._backend, query, *self._arguments, backward=x) for x in (False, True)
+            ]
+            (job, schedule), (_, other) = ways
+            make = getattr(schedule, "KnownCalls", None)
+            knows = make is not None and job.ring and job.sign == 1.0 and other is schedule
+            self._known = make(job) if knows else None
+            self._ways = ways
             self._group = group  # last: another thread, or a call after an error, looks at it
-        return None if profiler_is_on() else self._known
+        return (None if profiler_is_on() else self._known, *self._ways[backward])
 
 
 def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:

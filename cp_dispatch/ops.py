@@ -38,6 +38,7 @@ NAMESPACE = "cp_dispatch"
 # scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
 # whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
 # int64; origin is [first batch row, first head, number of heads] in global terms.
+# schedule "a+b" is a for the forward and b for the backward.
 # key_grad False: grad_key and grad_value are placeholders without meaning; mask_grad likewise.
 _OPTIONS = (
     "Tensor? attn_mask, Tensor? dropout_seed, float dropout_p, int[] origin, "
@@ -76,7 +77,7 @@ def _define(backend: Backend) -> None:
 
     def backward(grad_output, query, key, value, output, logsumexp, *options):
         *options, key_grad, mask_grad = options
-        job, schedule = job_of(backend, query, *options)
+        job, schedule = job_of(backend, query, *options, backward=True)
         tensors = grad_output, query, key, value, output, logsumexp
         return run_backward(job, schedule, *tensors, key_grad, mask_grad)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class Plan:
             the schedule ``across`` among these groups; ``"replicated_keys"`` or
             ``"replicated_queries"`` where no key needs to move; ``"local"`` if the sequence is not
             sharded.
+        backward_schedule: that of its backward, where it is another one.
         layout: in which order the shards lie, None for natural order.
         mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
         mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
@@ -73,6 +75,7 @@ class Plan:
     head_ranks: int = 1
     head_groups: int = 1
     across: str = ""
+    backward_schedule: str = ""
     owners: Geometry | RowGeometry | None = None
     wide_key_grads: bool = False
     predictions: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
@@ -88,8 +91,28 @@ class Plan:
         return self.schedule in (*RINGS, *GATHERS, "one_call", "ulysses", "hybrid")
 
     @property
+    def of_forward(self) -> Plan:
+        """The plan with the forward's schedule for both."""
+        return dataclasses.replace(self, backward_schedule="") if self.backward_schedule else self
+
+    @property
+    def of_backward(self) -> Plan:
+        """The plan with the backward's schedule for both."""
+        if not self.backward_schedule:
+            return self
+        return dataclasses.replace(
+            self, schedule=self.backward_schedule, backward_schedule="", head_groups=1
+        )
+
+    @property
     def op_schedule(self) -> str:
-        """The schedule's name as the op takes it: one rank is a ring of one."""
+        """The schedules as the op takes them."""
+        other = f"+{self.backward_schedule}" if self.backward_schedule else ""
+        return self.schedule_name + other
+
+    @property
+    def schedule_name(self) -> str:
+        """The forward's, as ``SCHEDULES`` has it: one rank is a ring of one."""
         if self.schedule == "hybrid":
             return f"hybrid:{self.head_ranks}:{self.across}"
         if self.head_groups > 1:
@@ -100,7 +123,7 @@ class Plan:
     def geometry(self) -> Geometry | RowGeometry:
         if self.owners is not None:
             return self.owners
-        return SCHEDULES[self.op_schedule].geometry(
+        return SCHEDULES[self.schedule_name].geometry(
             self.query_length, self.key_length, self.ring_shape, self.is_causal, self.layout
         )
 

@@ -24,6 +24,12 @@ FEWEST_MOVES = (
     "one_call", "gather", "mirrored_gather", "ulysses", "ring", "mirrored_ring", "hybrid",
 )  # fmt: skip
 
+#: A forward and a backward that go well together: of the exchanges with the mirror rank a backward
+#: needs most, which all other moves of a gather share links with. 8,192 tokens each, natural order:
+#: on 2 H200s, cuDNN, forwards took 2.1 and 2.2 ms, backwards 6.1 and 5.7; on 4, flash, forwards 6.8
+#: and 7.4, backwards 18.7 and 18.3.
+TWO = "mirrored_gather", "ulysses"
+
 
 def constants_here(device_type: str) -> Constants | None:
     """The constants of this rank's kind of GPU. Ranks of one group are of one kind, as they must
@@ -57,6 +63,7 @@ def choose(
         (candidate, prediction)
         for candidate, prediction in alternatives(plan, device_type, own_rows, constants)
         if _is_affordable(candidate, settle(plan, "ring", device_type), device_type)
+        and (training or not candidate.backward_schedule)
     ]
     if not found:
         return settled
@@ -83,7 +90,18 @@ def alternatives(
             prediction = predict(candidate, constants, links)
             if prediction is not None:
                 found[candidate.op_schedule] = candidate, prediction
+    if all(name in found for name in TWO):
+        candidate = of_two(*(found[name][0] for name in TWO))
+        found[candidate.op_schedule] = candidate, predict(candidate, constants, links)
     return list(found.values())
+
+
+def of_two(first: Plan, second: Plan) -> Plan:
+    """The first plan's forward, the second one's backward."""
+    reason = f"the backward by heads: {second.reasons[-1]}"
+    return dataclasses.replace(
+        first, backward_schedule=second.schedule, reasons=(*first.reasons, reason)
+    )
 
 
 def with_predictions(plan: Plan, device_type: str, own_rows: bool) -> Plan:

@@ -29,7 +29,7 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one forward on ``rank``, in order."""
     if plan.head_groups > 1:
         return forward_transfers(_one_group(plan), rank) * plan.head_groups
-    schedule = SCHEDULES[plan.op_schedule]
+    schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "transfers"):
         return schedule.transfers(plan, rank)[0]
     query, key, value = plan.shards
@@ -56,9 +56,10 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
 
 def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     """The collectives of one backward on ``rank`` when all inputs need gradients."""
+    plan = plan.of_backward
     if plan.head_groups > 1:
         return backward_transfers(_one_group(plan), rank) * plan.head_groups
-    schedule = SCHEDULES[plan.op_schedule]
+    schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "transfers"):
         return schedule.transfers(plan, rank)[1]
     query, key, value = plan.shards
@@ -143,7 +144,9 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     """About the bytes that a forward and a backward hold at their peak on a full rank, beside
     inputs and what a kernel takes for itself: what kernels return, accumulators, buffers in
     flight. (Many tiles at one hop hold a little more.)"""
-    schedule = SCHEDULES[plan.op_schedule]
+    if plan.backward_schedule:
+        return extra_bytes(plan.of_forward)[0], extra_bytes(plan.of_backward)[1]
+    schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "extra_bytes"):
         return schedule.extra_bytes(plan)
     query, key, value = plan.shards
@@ -207,6 +210,8 @@ def describe(plan: Plan) -> str:
             f"\n  heads among {plan.head_ranks} consecutive ranks, {plan.across} across the "
             f"{groups} groups"
         )
+    if plan.backward_schedule:
+        head += f"\n  backward: {plan.backward_schedule}"
     if plan.layout is not None:
         layout = [f"  in the layout of {line}" for line in plan.layout.explain().splitlines()[:1]]
         head = "\n".join([head, *layout])
@@ -246,7 +251,7 @@ def _times(plan: Plan) -> list[str]:
 
 def _blocks(plan: Plan, rank: int) -> tuple[int, int]:
     """Blocks that ``rank`` computes, and those that there are for it."""
-    schedule = SCHEDULES[plan.op_schedule]
+    schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "blocks"):
         return schedule.blocks(plan, rank)
     everyone = plan.schedule in RINGS + GATHERS

@@ -207,12 +207,27 @@ def test_auto_takes_the_least_predicted_time(plan, training):
         x.op_schedule: (p.forward + training * p.backward, planner.FEWEST_MOVES.index(x.schedule))
         for x, p in alternatives(plan, "cuda", False, known)
         if planner._is_affordable(x, settle(plan, "ring", "cuda"), "cuda")
+        and (training or not x.backward_schedule)
     }
     fastest = min(found.values())[0]
     alike = {name: order for name, (time, order) in found.items() if time <= 1.005 * fastest}
     assert alike[got.op_schedule] == min(alike.values())
     assert "predicted" in got.reasons[-1] and ("backward" in got.reasons[-1]) == training
     assert ("fewest moves" in got.reasons[-1]) == (len(alike) > 1)
+
+
+def test_a_forward_and_a_backward_of_two_schedules():
+    """Each takes what it takes alone; without a backward there is nothing to choose."""
+    known, plan = constants(), ring(heads=(32, 8), tokens=8192)
+    found = {x.op_schedule: (x, p) for x, p in alternatives(plan, "cuda", False, known)}
+    two, prediction = found["mirrored_gather+ulysses"]
+    assert prediction.forward == found["mirrored_gather"][1].forward
+    assert prediction.backward == found["ulysses"][1].backward
+    assert prediction.backward < found["mirrored_gather"][1].backward
+    assert choose(plan, "auto", "cuda", False, False, known, True).op_schedule == two.op_schedule
+    assert choose(plan, "auto", "cuda", False, False, known, False).backward_schedule == ""
+    permuted = ring(heads=(32, 8), tokens=8192, layout=HeadTail(32768, 4))
+    assert not any("+" in x.op_schedule for x, _ in alternatives(permuted, "cuda", False, known))
 
 
 def test_auto_does_not_take_more_memory_than_a_gather_may():

@@ -21,7 +21,7 @@ import torch
 from cp_dispatch import HeadTail
 from cp_dispatch.costs import Constants, constants_of
 from cp_dispatch.plan import Plan
-from cp_dispatch.planner import alternatives, choose
+from cp_dispatch.planner import TWO, alternatives, choose
 
 GOOD_CHOICE, GOOD_PREDICTION = 1.05, 0.2
 
@@ -91,6 +91,8 @@ def points(rows: list[dict], constants: Constants) -> list[Point]:
         for row in members:
             times.setdefault(row["schedule"], []).append(row["seconds"])
         seconds = {name: statistics.mean(x) for name, x in times.items()}
+        if training:
+            _add_two(seconds, groups.get((shape[0], "fwd", *shape[2:]), []))
         if chosen not in seconds or len(seconds) < 2:
             continue
         predicted = {
@@ -101,6 +103,14 @@ def points(rows: list[dict], constants: Constants) -> list[Point]:
         waiting = fastest["host_seconds"] > 0.9 * fastest["seconds"]
         found.append(Point(shape, chosen, seconds, predicted, waiting))
     return found
+
+
+def _add_two(seconds: dict[str, float], forwards: list[dict]) -> None:
+    """The time of a forward and a backward of two schedules, from what was measured of both."""
+    alone = {row["schedule"]: row["seconds"] for row in forwards}
+    first, second = TWO
+    if first in alone and second in alone and second in seconds:
+        seconds["+".join(TWO)] = alone[first] + seconds[second] - alone[second]
 
 
 def show(point: Point) -> str:

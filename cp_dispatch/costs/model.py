@@ -35,10 +35,10 @@ def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Pre
     if plan.schedule not in PHASES or plan.dtype.itemsize != 2 or not fitting:
         return None
     found = []
-    for direction in ("forward", "backward"):
-        model = Pieces(plan, constants, links, fitting[0], direction)
-        seconds = max(PHASES[plan.schedule](model, rank) for rank in _looked_at(plan.world_size))
-        found.append(max(seconds, _floor(plan, constants, direction) * _stages(plan)))
+    for direction, one in (("forward", plan.of_forward), ("backward", plan.of_backward)):
+        model = Pieces(one, constants, links, fitting[0], direction)
+        seconds = max(PHASES[one.schedule](model, rank) for rank in _looked_at(one.world_size))
+        found.append(max(seconds, _floor(one, constants, direction) * _stages(one)))
     return Prediction(*found)
 
 
@@ -53,7 +53,7 @@ def _floor(plan: Plan, constants: Constants, direction: str) -> float:
 
 def _stages(plan: Plan) -> int:
     """Each is as much for the host as a call of one."""
-    schedule = SCHEDULES[plan.op_schedule]
+    schedule = SCHEDULES[plan.schedule_name]
     return len(schedule.messages(plan, 0).stages) if hasattr(schedule, "messages") else 1
 
 

@@ -4,6 +4,7 @@ A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch
 and may tell its costs: ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
 :mod:`cp_dispatch.schedules.head_costs`).
 ``KnownCalls`` of one makes calls again that were made before (see :mod:`known_call`).
+Forward and backward may have two, for a backward needs nothing of a forward's but its results.
 To add one, name it in ``SCHEDULES``; unless it is for particular placements, name it in
 ``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
 """
@@ -46,4 +47,11 @@ SCHEDULES = _Schedules(
 # "natural_ring" is "ring" that is never mirrored; "gather" is mirrored where it must be.
 CHOICES = ("ring", "natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hybrid")
 
-__all__ = ["CHOICES", "SCHEDULES"]
+
+def of_direction(name: str, backward: bool) -> str:
+    """The name of a forward's or a backward's schedule; ``"gather+ulysses"`` names both."""
+    forward, _, other = name.partition("+")
+    return other if backward and other else forward
+
+
+__all__ = ["CHOICES", "SCHEDULES", "of_direction"]

@@ -7,6 +7,7 @@ dynamic lengths, modules and training steps, with and without checkpoints.
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import traced_style
+from cp_dispatch import decide, traced_style
+from cp_dispatch.planner import of_two
+from cp_dispatch.settle import settle
 from tests.distributed.compiled import _has_compiler
 from tests.distributed.models import Model
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
@@ -194,6 +197,20 @@ def build(mesh=None, **options):
     torch.manual_seed(0)
     model = Model(**options)
     return distribute_module(model, mesh) if mesh is not None else model
+
+
+def two_schedules(env: Env, **options) -> None:
+    """A forward and a backward by one each, which "auto" takes on GPUs; also when recomputed."""
+
+    def choose(plan, *_):
+        return of_two(*(settle(plan, wish, "cuda") for wish in ("gather", "ulysses")))
+
+    with (
+        mock.patch.object(decide, "choose", choose),
+        mock.patch.dict(decide._plans, clear=True),
+    ):
+        attention_alone(env, Problem(length=64, heads=4, key_heads=2, causal=True))
+        whole_step(env, **options)
 
 
 def whole_step(env: Env, backend="graphs", **options) -> None:
@@ -469,6 +486,8 @@ CASES = {
     "lengths whose shards are alike, one_call": functools.partial(
         lengths_whose_shards_are_alike, schedule="one_call"
     ),
+    "two schedules": two_schedules,
+    "two schedules, checkpoint": functools.partial(two_schedules, checkpointed=True),
     "whole step": whole_step,
     "whole step, inductor": functools.partial(whole_step, backend="inductor"),
     "checkpoint": functools.partial(whole_step, checkpointed=True),

@@ -263,7 +263,7 @@ def test_equal_meshes_do_not_share(monkeypatch):
 
     def seen(self, *tensors):
         results = forward(self, *tensors)
-        thread.seen.append(self._job.ring.group)
+        thread.seen.append(self._ways[False][0].ring.group)
         return results
 
     monkeypatch.setattr(Repeated, "forward", seen)
@@ -286,7 +286,7 @@ def test_after_an_error_no_job_of_an_earlier_group_answers(monkeypatch):
     """Names of groups repeat; what could not be looked up for the new one is looked up again."""
     found = types.SimpleNamespace(group="first")
 
-    def job_of(*_):
+    def job_of(*_, backward):
         if found.group == "broken":
             raise RuntimeError("no communicator")
         return types.SimpleNamespace(group=found.group, ring=None), None
@@ -294,12 +294,12 @@ def test_after_an_error_no_job_of_an_earlier_group_answers(monkeypatch):
     monkeypatch.setattr(kernels, "resolve_group", lambda name: found.group)
     monkeypatch.setattr(kernels, "job_of", job_of)
     repeated = Repeated(None, ("name", "", None))
-    repeated._find(torch.zeros(1))
-    assert repeated._job.group == "first"
+    repeated._find(torch.zeros(1), False)
+    assert repeated._ways[False][0].group == "first"
     found.group = "broken"
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no communicator"):
-            repeated._find(torch.zeros(1))
+            repeated._find(torch.zeros(1), False)
     found.group = "second"
-    repeated._find(torch.zeros(1))
-    assert repeated._job.group == "second"
+    repeated._find(torch.zeros(1), False)
+    assert repeated._ways[False][0].group == "second"
