@@ -58,6 +58,12 @@ class Mailbox:
             (HEADER + size,), (1,), torch.uint8, stream.device
         )
         self._own[:HEADER].zero_()
+        # CUDA loads a kernel at its first launch, and may wait for all streams: not while one of
+        # them waits for a peer. So both kernels copy 16 bytes to where they are.
+        here = self._own[HEADER : HEADER + 16].view(1, 1, 16)
+        moves = [0, 0, 1, here.data_ptr(), 16] * 3
+        for where in (CURRENT, self._stream):
+            push_rows([here], self._own, moves, [], [], [], [], where, True, where != CURRENT)
         self._handle = symmetric_memory.rendezvous(self._own, group.group_name)
         shape = (HEADER + size,)
         self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
