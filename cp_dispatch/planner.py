@@ -73,6 +73,7 @@ def choose(
     words = f"predicted {prediction.forward * 1e3:.3g} ms forward"
     if training:
         words += f", {prediction.backward * 1e3:.3g} ms backward"
+    words += f" (constants of {constants.device})"
     reason = f"{words}: the least of {len(found)} schedules"
     if len(alike) > 1:
         reason = f"{words}: of {len(alike)} that are as fast by prediction, the fewest moves"

@@ -75,6 +75,8 @@ def test_constants_are_kept(tmp_path):
             Constants.from_json(text)
     assert kind_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
     assert constants_of("no-such-gpu") is None
+    sibling = constants_of(kind_of("NVIDIA H100 80GB HBM3"))
+    assert sibling == constants_of(kind_of("NVIDIA H200")) and sibling.device == "NVIDIA H200"
 
 
 def test_calibrate_wants_several_ranks(monkeypatch, capsys):
@@ -213,6 +215,7 @@ def test_auto_takes_the_least_predicted_time(plan, training):
     alike = {name: order for name, (time, order) in found.items() if time <= 1.005 * fastest}
     assert alike[got.op_schedule] == min(alike.values())
     assert "predicted" in got.reasons[-1] and ("backward" in got.reasons[-1]) == training
+    assert "constants of A GPU" in got.reasons[-1]
     assert ("fewest moves" in got.reasons[-1]) == (len(alike) > 1)
 
 
