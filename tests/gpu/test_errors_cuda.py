@@ -1,0 +1,105 @@
+"""An error on one rank of a call by copy engines: the others come to its end, the next call is
+right (:mod:`cp_dispatch.schedules.flags_alone`; every allocation in turn:
+``tests/distributed/test_errors_threads.py``)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cp_dispatch
+from cp_dispatch import HeadTail
+from cp_dispatch.backends import BACKENDS
+from tests.distributed.spawn import Env, run_asked
+from tests.distributed.staged import ranks
+
+GPUS = ranks()
+WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
+LOCAL = 512
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"),
+]
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def failing(env: Env, schedule: str, layout: bool, backward: bool, causal: bool = True) -> None:
+    """On the last rank the first kernel of a forward or of a backward finds no memory, or the
+    second."""
+    length, mesh = LOCAL * env.world_size, env.mesh()
+    order = HeadTail(length, env.world_size) if layout else None
+    generator = torch.Generator(env.device).manual_seed(env.rank)
+    names = ("backward", "prefix_backward") if backward else ("forward", "prefix_forward")
+
+    def fresh(heads: int) -> DTensor:
+        own = torch.randn(1, LOCAL, heads, 64, generator=generator, device=env.device)
+        return DTensor.from_local(own.bfloat16().transpose(1, 2), mesh, [Shard(2)])
+
+    *inputs, grad = fresh(8), fresh(4), fresh(4), fresh(8)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def attend() -> DTensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
+
+    def step() -> list[torch.Tensor]:
+        out = attend()
+        grads = torch.autograd.grad(out, inputs, grad)
+        return [x.to_local().detach() for x in (out, *grads)]
+
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        cp_dispatch.enabled(schedule=schedule, layout=order),
+    ):
+        want = [step() for _ in range(3)][-1]
+        for calls in (0, 1):
+            with pytest.MonkeyPatch.context() as patch:
+                if env.rank == env.world_size - 1:
+                    left = [calls]
+                    for name in names:
+                        kernel = getattr(BACKENDS["flash"], name)
+                        patch.setattr(BACKENDS["flash"], name, _breaking(kernel, left))
+                try:
+                    step() if backward else attend()
+                except Broken:
+                    assert env.rank == env.world_size - 1
+            torch.cuda.synchronize()
+            for mine, theirs in zip(step(), want, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def _breaking(kernel, left: list[int]):
+    def broken(*args):
+        if not left[0]:
+            raise Broken
+        left[0] -= 1
+        return kernel(*args)
+
+    return broken
+
+
+CASES = {
+    f"{schedule}{', head-tail' if layout else ''}, {'backward' if backward else 'forward'}":
+        functools.partial(failing, schedule=schedule, layout=layout, backward=backward)
+    for schedule in ("ring", "mirrored_ring", "gather", "ulysses", "one_call")
+    for layout in ((False, True) if schedule in ("gather", "one_call") else (False,))
+    for backward in (False, True)
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
+def outcomes(request) -> dict[str, str]:
+    return run_asked(request, request.param, "nccl", 60)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cuda(outcomes, case):
+    assert outcomes[case] == "", f"{case}\n{outcomes[case]}"
