@@ -144,6 +144,17 @@ def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
     }, backward  # fmt: skip
 
 
+def without_rows(env: Env, problem: FlexProblem, grouped: bool) -> None:
+    """A rank that computes nothing takes part in exchanges from which its graph needs nothing."""
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, fullgraph=True, backend=Graphs())
+    with in_groups() if grouped else contextlib.nullcontext():
+        with gradients_on_cpu(), cp_dispatch.enabled():
+            single = one_device(problem)
+            check(run_sharded(problem, env.mesh(), attend=attend), exact(problem), single)
+        inductor(env, problem)
+
+
 def documents_of_other_lengths(env: Env) -> None:
     """One graph for all contents of a mask, and what moves goes by the contents."""
     torch._dynamo.reset()
@@ -421,6 +432,12 @@ CASES = {
     ),
     "groups, by head": functools.partial(
         compiled_groups, problem=FlexProblem("by head", 192, block=32), layout=True
+    ),
+    "without rows": functools.partial(
+        without_rows, problem=FlexProblem("causal", 1), grouped=False
+    ),
+    "without rows, groups": functools.partial(
+        without_rows, problem=FlexProblem("causal", 1), grouped=True
     ),
     "documents of other lengths": documents_of_other_lengths,
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
