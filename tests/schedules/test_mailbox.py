@@ -35,7 +35,7 @@ def made(size: int, log: list[str], current: Stream, side: Stream):
         mock.patch.object(dist, "barrier", lambda group, **_: log.append("ranks")),
         mock.patch.object(mailboxes, "is_used_by", lambda group: True),
         mock.patch.object(mailboxes, "Mailbox", lambda *_: log.append("made") or box),
-        mock.patch.object(mailboxes, "_apart", apart),
+        mock.patch.object(mailboxes, "apart", apart),
     ):
         return mailboxes.mailbox(group, side, "keys", size, [])
 
