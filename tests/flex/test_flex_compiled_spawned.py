@@ -144,15 +144,26 @@ def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
     }, backward  # fmt: skip
 
 
-def without_rows(env: Env, problem: FlexProblem, grouped: bool) -> None:
-    """A rank that computes nothing takes part in exchanges from which its graph needs nothing."""
-    torch._dynamo.reset()
-    attend = torch.compile(flex_attention, fullgraph=True, backend=Graphs())
-    with in_groups() if grouped else contextlib.nullcontext():
-        with gradients_on_cpu(), cp_dispatch.enabled():
-            single = one_device(problem)
-            check(run_sharded(problem, env.mesh(), attend=attend), exact(problem), single)
-        inductor(env, problem)
+def without_rows(env: Env, grouped: bool) -> None:
+    """A rank that computes nothing, but has keys: its graph needs nothing of the exchange, and the
+    other one needs it there."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, n, 16, generator=generator) for n in (1, 64, 64)]
+    groups = in_groups() if grouped else contextlib.nullcontext()
+    with gradients_on_cpu(), groups, cp_dispatch.enabled(), pytest.MonkeyPatch.context() as patch:
+        alone = [x.clone().requires_grad_() for x in whole]
+        want = flex_attention(*alone)
+        want = [want, *torch.autograd.grad(want, alone, want.detach())]
+        leaves = [distribute(x, env.mesh(), [Shard(2)]).requires_grad_() for x in whole]
+        torch._dynamo.reset()
+        out = torch.compile(flex_attention, fullgraph=True, backend=Graphs())(*leaves)
+        got = [out, *torch.autograd.grad(out, leaves, out.detach())]
+        torch._dynamo.reset()
+        patch.setattr(flex_local, "Listed", None)
+        with torch.no_grad():
+            got.append(torch.compile(flex_attention, fullgraph=True)(*leaves))
+        for mine, true in zip(got, [*want, want[0]], strict=True):
+            torch.testing.assert_close(mine.full_tensor(), true)
 
 
 def documents_of_other_lengths(env: Env) -> None:
@@ -433,12 +444,8 @@ CASES = {
     "groups, by head": functools.partial(
         compiled_groups, problem=FlexProblem("by head", 192, block=32), layout=True
     ),
-    "without rows": functools.partial(
-        without_rows, problem=FlexProblem("causal", 1), grouped=False
-    ),
-    "without rows, groups": functools.partial(
-        without_rows, problem=FlexProblem("causal", 1), grouped=True
-    ),
+    "without rows": functools.partial(without_rows, grouped=False),
+    "without rows in groups": functools.partial(without_rows, grouped=True),
     "documents of other lengths": documents_of_other_lengths,
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
     "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),
