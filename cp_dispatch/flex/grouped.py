@@ -50,7 +50,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
     query, key, value = (local_tensor(x) for x in local.call.tensors.values())
     buffers = local.buffers()
     mask_mod = local.call.mask.mask_mod
-    token, given = _start(local, backward=True), None
+    token, given = _start(local, backward=True, waited=results[2:]), None
     of_queries = _Joined(local.call.query)
     of_buffers: list[Tensor | None] | None = None
     for group, heads in enumerate(spans(query.shape[1], local.plan.groups)):
@@ -81,8 +81,8 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
     return of_queries.take(), *grads, of_buffers
 
 
-def _start(local: LocalFlex, backward: bool) -> Tensor:
-    key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
+def _start(local: LocalFlex, backward: bool, waited=()) -> Tensor:
+    key, value = local.own_keys(waited)
     return _OPS.flex_start(
         key, value, *local.mask_arguments, local.plan.groups, local.must_fill, backward
     )

@@ -21,8 +21,8 @@ def outlines(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 def not_before(results, *waited) -> list[Tensor]:
     """The results of a rank without rows, once what it ``waited`` for is there.
 
-    A graph leaves out what nothing comes of, and the other ranks would wait for this one's part in
-    the exchange for ever.
+    A graph leaves out what nothing comes of, and moves from the backward to the forward what does
+    not come of gradients; the other ranks would wait for this one's part in an exchange for ever.
     """
     starts = [x.unsqueeze(0)[:0] for x in waited if isinstance(x, Tensor)]
     return torch.ops.cp_dispatch.flex_apart([*results, *starts])[: len(results)]

@@ -162,7 +162,7 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
 
 def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, kernel_options):
     """dQ, dK and dV of all keys, and gradients of captured tensors, from this rank's rows."""
-    key, value = local.keys(backward=True)
+    key, value = local.keys(backward=True, waited=results[2:])
     query, buffers = local_tensor(local.call.query), local.buffers()
     if local.is_empty:
         grads = [torch.zeros_like(x) for x in (query, key, value)]
