@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.backends.base import CUDA_GRID, Backend
+from cp_dispatch.graph_memory import apart
 from cp_dispatch.merge import is_token_major
 
 aten = torch.ops.aten
@@ -85,12 +85,22 @@ class Flash(Backend):
         )
 
 
-@functools.cache
+_coins: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+
 def _no_coins(device: torch.device) -> tuple[Tensor, Tensor]:
     """The random state of a call without dropout, which the kernel does not read."""
-    with disable_current_modes():
-        state = torch.empty(2, dtype=torch.uint64, device=device)
-        return state, state[0]
+    found = _coins.get(device)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            return _state(device)
+        found = _coins[device] = apart(device, _state, device)
+    return found
+
+
+def _state(device: torch.device) -> tuple[Tensor, Tensor]:
+    state = torch.empty(2, dtype=torch.uint64, device=device)
+    return state, state[0]
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from cp_dispatch._compat import local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.local import LocalFlex, apart
-from cp_dispatch.flex.results import outlines, placed_strides, zeros_for
+from cp_dispatch.flex.results import not_before, outlines, placed_strides, zeros_for
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.layouts import Span
@@ -31,15 +31,15 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
         key, value = _arrive(local, token, group, done)
         (part,) = apart([query.narrow(1, *heads)])
         if local.is_empty:
-            results = outlines(part, value.shape[3])
+            results = not_before(outlines(part, value.shape[3]), key, *buffers[0], *buffers[1])
         else:
             place = local.place_of(heads)
             mask = local.mask(place.mask_mod(mask_mod), heads=heads)
             results = op(
                 part, key, value, place.score_mod(score_mod), mask, scale, kernel_options, *buffers
             )
-            # Inductor's kernel for CPU has no logsumexp; there nothing overlaps anyway.
-            done = results[1] if query.device.type == "cuda" else None
+        # Inductor's kernel for CPU has no logsumexp.
+        done = results[1] if query.device.type == "cuda" else results[0]
         for whole, x in zip(joined, results, strict=True):
             whole.put(x)
     return tuple(whole.take() for whole in joined)
@@ -50,7 +50,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
     query, key, value = (local_tensor(x) for x in local.call.tensors.values())
     buffers = local.buffers()
     mask_mod = local.call.mask.mask_mod
-    token, given = _start(local, backward=True), None
+    token, given = _start(local, backward=True, waited=results[2:]), None
     of_queries = _Joined(local.call.query)
     of_buffers: list[Tensor | None] | None = None
     for group, heads in enumerate(spans(query.shape[1], local.plan.groups)):
@@ -58,7 +58,8 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
         part = query.narrow(1, *heads)
         results_part = [_part(x, heads) for x in results]
         if local.is_empty:
-            grad_query, *grads = (torch.zeros_like(x) for x in (part, *keys))
+            zeros = [torch.zeros_like(x) for x in (part, *keys)]
+            grad_query, *grads = not_before(zeros, keys[0], *buffers[0], *buffers[1])
             captured = [zeros_for(x) for x in buffers[0]]
         else:
             place = local.place_of(heads)
@@ -80,8 +81,8 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
     return of_queries.take(), *grads, of_buffers
 
 
-def _start(local: LocalFlex, backward: bool) -> Tensor:
-    key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
+def _start(local: LocalFlex, backward: bool, waited=()) -> Tensor:
+    key, value = local.own_keys(waited)
     return _OPS.flex_start(
         key, value, *local.mask_arguments, local.plan.groups, local.must_fill, backward
     )

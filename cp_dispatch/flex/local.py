@@ -21,6 +21,7 @@ from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
 from cp_dispatch.flex.plan import FlexPlan
+from cp_dispatch.flex.results import not_before
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
@@ -257,9 +258,17 @@ class LocalFlex:
 
     # -- Keys and their gradients -----------------------------------------------------------
 
-    def keys(self, backward: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions, as far as this rank's rows compute them."""
+    def own_keys(self, waited=()) -> tuple[Tensor, Tensor]:
+        """This rank's keys and values. ``waited``: gradients that come first, which a graph of a
+        rank without rows has to be told."""
         key, value = (local_tensor(x) for x in (self.call.key, self.call.value))
+        if waited and self.is_empty:
+            (key,) = not_before([key], *waited)
+        return key, value
+
+    def keys(self, backward: bool, waited=()) -> tuple[Tensor, Tensor]:
+        """Keys and values of all positions, as far as this rank's rows compute them."""
+        key, value = self.own_keys(waited)
         if not self._moves_keys:
             return key, value
         buffer = _OPS.flex_bring(key, value, *self.mask_arguments, self.must_fill, backward)

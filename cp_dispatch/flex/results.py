@@ -18,6 +18,16 @@ def outlines(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return out, query.new_zeros(shape, dtype=stats), query.new_zeros(shape, dtype=stats)
 
 
+def not_before(results, *waited) -> list[Tensor]:
+    """The results of a rank without rows, once what it ``waited`` for is there.
+
+    A graph leaves out what nothing comes of, and moves from the backward to the forward what does
+    not come of gradients; the other ranks would wait for this one's part in an exchange for ever.
+    """
+    starts = [x.unsqueeze(0)[:0] for x in waited if isinstance(x, Tensor)]
+    return torch.ops.cp_dispatch.flex_apart([*results, *starts])[: len(results)]
+
+
 def zeros_for(captured) -> Tensor | None:
     """The gradient of what a mod captures where this rank has no row that it could come from."""
     needs = isinstance(captured, Tensor) and captured.is_floating_point()

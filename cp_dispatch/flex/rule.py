@@ -33,7 +33,7 @@ from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
-from cp_dispatch.flex.results import nothing, outlines, wrap, zeros_for
+from cp_dispatch.flex.results import not_before, nothing, outlines, wrap, zeros_for
 from cp_dispatch.graph_guards import note_trace
 
 FORWARD = torch.ops.higher_order.flex_attention
@@ -113,7 +113,8 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     # Of every rank, for the other ranks gather from it what is captured and sharded.
     query, buffers = local_tensor(call.query), local.buffers()
     if local.is_empty:
-        return tuple(wrap(x, call.query) for x in _outlines(call))
+        results = not_before(_outlines(call), key, *buffers[0], *buffers[1])
+        return tuple(wrap(x, call.query) for x in results)
     place = local.place
     mask = local.mask(place.mask_mod(call.mask.mask_mod))
     results = FORWARD(
@@ -161,10 +162,11 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
 
 def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, kernel_options):
     """dQ, dK and dV of all keys, and gradients of captured tensors, from this rank's rows."""
-    key, value = local.keys(backward=True)
+    key, value = local.keys(backward=True, waited=results[2:])
     query, buffers = local_tensor(local.call.query), local.buffers()
     if local.is_empty:
-        grads = (torch.zeros_like(x) for x in (query, key, value))
+        grads = [torch.zeros_like(x) for x in (query, key, value)]
+        grads = not_before(grads, key, *buffers[0], *buffers[1])
         return *grads, [zeros_for(x) for x in buffers[0]]
     place = local.place
     return BACKWARD(

@@ -13,6 +13,7 @@ not from what tensors hold. Collectives end with the process group.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,17 +39,22 @@ def finish(job: Job, method: Callable, tensors: Sequence[Tensor], *rest) -> None
         return
     ring = _Ring(job.ring)
     try:
-        with torch.no_grad():
-            own = replace(
-                job, ring=ring, backend=_NoKernel(job.backend), dropout=None,
-                mask=None if job.mask is None else _without_memory(job.mask),
-            )  # fmt: skip
-            method(own, *(_padded(job, _without_memory(x)) for x in tensors), *rest)
-    except ContextParallelError:
-        pass  # what a schedule refuses it refuses on every rank, and here too
-    except Exception:
+        try:
+            _replay(replace(job, ring=ring), method, tensors, rest)
+        finally:
+            ring.wait()
+    except Exception:  # as where the GPU is lost; the call's own error is the one to raise
         _log.exception("after an error in attention: the other ranks may wait for this one")
-    ring.wait()
+
+
+def _replay(job: Job, method: Callable, tensors: Sequence[Tensor], rest) -> None:
+    own = replace(
+        job, backend=_NoKernel(job.backend), dropout=None,
+        mask=None if job.mask is None else _without_memory(job.mask),
+    )  # fmt: skip
+    # What a schedule refuses it refuses on every rank, and here too.
+    with torch.no_grad(), contextlib.suppress(ContextParallelError):
+        method(own, *(_padded(job, _without_memory(x)) for x in tensors), *rest)
 
 
 def _without_memory(x: Tensor) -> Tensor:

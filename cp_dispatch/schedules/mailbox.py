@@ -79,6 +79,8 @@ class Mailbox:
         self._is_quiet = False
         # Whether it has pushed and read by itself, so that another stream has to wait for it.
         self._is_ahead = False
+        # Once nobody reads what was offered here last, where that is known.
+        self._were_read: torch.cuda.Event | None = None
         #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
         #: place, nobody freed it.
         self.is_current = True
@@ -208,6 +210,14 @@ class Mailbox:
             here[_FULL] if last else (), self._stream, opens, then_wait,
         )  # fmt: skip
         self._is_quiet = then_wait and on_default_stream(self.device)
+        self._were_read = None
+        if last and self._is_carried_by_the_current_stream():
+            self._were_read = torch.cuda.current_stream(self.device).record_event()
+
+    def _is_carried_by_the_current_stream(self) -> bool:
+        """Whether that is the box's own, and its events are no graph's."""
+        is_own = current_raw_stream(self.device) == self._stream
+        return is_own and not torch.cuda.is_current_stream_capturing()
 
     def push_here(
         self, sources: Sequence[Tensor], moves: list[int], opens: Sequence[Mailbox] = ()
@@ -251,7 +261,8 @@ class Mailbox:
         self._is_quiet = on_default_stream(self.device)
 
     def wait_for_readers(self) -> None:
-        """Let the current stream wait until nobody reads what was offered here before.
+        """Let the current stream wait until nobody reads what was offered here before, and not for
+        what else the box's stream does, such as gradients on their way.
 
         Where a CUDA graph's capture has put nothing on the box's stream yet, that was before the
         graph, or in its last replay, which ends after it; and a capture may not wait for it.
@@ -262,6 +273,9 @@ class Mailbox:
             with torch.cuda.stream(self.side):
                 if not torch.cuda.is_current_stream_capturing():
                     return
+        elif self._were_read is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._were_read)
+            return
         self.wait()
 
     def let_go(self) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-from collections.abc import Callable, MutableSequence, Sequence
-from typing import TypeVar
+from collections.abc import MutableSequence, Sequence
 
 import torch
 import torch.distributed as dist
 
+from cp_dispatch.graph_memory import apart
 from cp_dispatch.schedules.mailbox import HEADER, Mailbox
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
-
-T = TypeVar("T")
 
 #: The largest room, in bytes: it is held until the process ends.
 LARGEST = 2**30
@@ -38,7 +35,7 @@ def mailbox(
     if stream is None or size > LARGEST:
         return None
     if is_used_by(group) is None and not torch.cuda.is_current_stream_capturing():
-        _apart(stream.device, ask_peers, group, stream.device)
+        apart(stream.device, ask_peers, group, stream.device)
     if not is_used_by(group):
         return None
     key = group.group_name, name
@@ -55,7 +52,7 @@ def mailbox(
             _retired.append(known[1])  # its replays go on writing there
     room = -(-size // _GRAIN) * _GRAIN
     readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
-    box = _apart(stream.device, _make, group, stream, room, readers, name, steps)
+    box = apart(stream.device, _make, group, stream, room, readers, name, steps)
     _boxes[key] = group, box
     return box
 
@@ -72,17 +69,6 @@ def _make(
     box = Mailbox(group, stream, size, *notes)
     _meet(group, stream.device, ())  # all flags are 0
     return box
-
-
-def _apart(device: torch.device, function: Callable[..., T], *args) -> T:
-    """Call a function on a thread of its own, whose memory is no part of a CUDA graph's pool."""
-
-    def call():
-        torch.cuda.set_device(device)
-        return function(*args)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
 
 
 def _meet(

@@ -1,9 +1,11 @@
 """Every backend that runs on CPU: one block, and blocks that add up to the whole."""
 
+import threading
+
 import pytest
 import torch
 
-from cp_dispatch.backends import BACKENDS, Backend, packed_heads
+from cp_dispatch.backends import BACKENDS, Backend, flash, packed_heads
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.backends.efficient import _heads_side_by_side
 from cp_dispatch.backends.parts import few_heads
@@ -284,3 +286,19 @@ def test_long_backwards_are_cut_further(rows, keys, calls):
                   for h, s in ((32, rows), (8, keys)))  # fmt: skip
     parts = few_heads(BACKENDS["flash"], query, key, key)
     assert (None if parts is None else len(parts)) == calls
+
+
+def test_what_is_kept_for_all_calls_is_no_call_s_own(monkeypatch):
+    """Neither of an inference mode nor of a CUDA graph, which owns what its thread allocates."""
+    capturing, threads = True, []
+    monkeypatch.setattr(flash, "_coins", {})
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: threads.append(threading.get_ident()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        assert flash._no_coins(device) is not flash._no_coins(device) and not threads
+        capturing = False
+        state, offset = flash._no_coins(device)
+        capturing = True
+        assert flash._no_coins(device)[0] is state and offset.ndim == 0
+    assert not state.is_inference() and threads != [threading.get_ident()]

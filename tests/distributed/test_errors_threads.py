@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 import cp_dispatch
 from cp_dispatch import HeadTail, kernels
+from cp_dispatch.backends import BACKENDS
 from cp_dispatch.backends.cpu_flash import CpuFlash
-from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules import SCHEDULES, flags_alone
+from cp_dispatch.schedules.job import Job
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
@@ -272,3 +275,23 @@ def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, 
     with only("cpu_flash"):
         run_threads(4, rank_body)
     rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("where", ["the schedule", "the wait"])
+def test_the_calls_own_error_is_the_one_that_is_raised(monkeypatch, caplog, where):
+    """Also where the GPU is lost, so that flags cannot be raised either."""
+    ring = SimpleNamespace(group=None, rank=0, world_size=2, steps=[], may_push=True)
+    job = Job(BACKENDS["math"], None, 1.0, ring)
+
+    def lost(*_):
+        raise RuntimeError("CUDA error")
+
+    def schedule(*_):
+        if where == "the schedule":
+            lost()
+
+    waits = []
+    monkeypatch.setattr(flags_alone, "is_used_by", lambda _: True)
+    monkeypatch.setattr(flags_alone._Ring, "wait", lambda _: waits.append(1) or lost())
+    flags_alone.finish(job, schedule, ())
+    assert waits and "may wait for this one" in caplog.text

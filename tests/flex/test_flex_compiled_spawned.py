@@ -144,6 +144,31 @@ def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
     }, backward  # fmt: skip
 
 
+def without_rows(env: Env, grouped: bool) -> None:
+    """A rank that computes nothing, but has keys: its graph needs nothing of the exchange, and the
+    other one needs it there."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, n, 16, generator=generator) for n in (1, 64, 64)]
+    groups = in_groups() if grouped else contextlib.nullcontext()
+    with gradients_on_cpu(), groups, cp_dispatch.enabled(), pytest.MonkeyPatch.context() as patch:
+        alone = [x.clone().requires_grad_() for x in whole]
+        want = flex_attention(*alone)
+        want = [want, *torch.autograd.grad(want, alone, want.detach())]
+        leaves = [distribute(x, env.mesh(), [Shard(2)]).requires_grad_() for x in whole]
+        # Which cut graphs in two in different ways.
+        for backend in (Graphs(), "aot_eager"):
+            torch._dynamo.reset()
+            out = torch.compile(flex_attention, fullgraph=True, backend=backend)(*leaves)
+            got = [out, *torch.autograd.grad(out, leaves, out.detach())]
+            for mine, true in zip(got, want, strict=True):
+                torch.testing.assert_close(mine.full_tensor(), true)
+        torch._dynamo.reset()
+        patch.setattr(flex_local, "Listed", None)
+        with torch.no_grad():
+            out = torch.compile(flex_attention, fullgraph=True)(*leaves)
+        torch.testing.assert_close(out.full_tensor(), want[0])
+
+
 def documents_of_other_lengths(env: Env) -> None:
     """One graph for all contents of a mask, and what moves goes by the contents."""
     torch._dynamo.reset()
@@ -422,6 +447,8 @@ CASES = {
     "groups, by head": functools.partial(
         compiled_groups, problem=FlexProblem("by head", 192, block=32), layout=True
     ),
+    "without rows": functools.partial(without_rows, grouped=False),
+    "without rows in groups": functools.partial(without_rows, grouped=True),
     "documents of other lengths": documents_of_other_lengths,
     "model": functools.partial(model_in_one_graph, backend_name="aot_eager"),
     "model, uncompiled": functools.partial(model_in_one_graph, backend_name=None),

@@ -1,5 +1,6 @@
 """What the ranks of a mailbox wait for when they make one."""
 
+import contextlib
 from unittest import mock
 
 import torch
@@ -35,7 +36,7 @@ def made(size: int, log: list[str], current: Stream, side: Stream):
         mock.patch.object(dist, "barrier", lambda group, **_: log.append("ranks")),
         mock.patch.object(mailboxes, "is_used_by", lambda group: True),
         mock.patch.object(mailboxes, "Mailbox", lambda *_: log.append("made") or box),
-        mock.patch.object(mailboxes, "_apart", apart),
+        mock.patch.object(mailboxes, "apart", apart),
     ):
         return mailboxes.mailbox(group, side, "keys", size, [])
 
@@ -59,7 +60,7 @@ def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
     box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
     box.side, box.is_in_a_graph = mock.Mock(), False
-    box._is_ahead = False
+    box._is_ahead, box._were_read = False, None
     box._steps, box._marks = steps, [(name, step) for step in range(3)]
     return box
 
@@ -94,6 +95,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     box, current = without_peers("keys", []), 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
+    monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
     for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
@@ -130,6 +132,7 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
+    monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
     for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
@@ -158,3 +161,38 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
         assert logged(way) == [default, "join_streams", *alone]
         assert logged(way) == alone
         current = 0
+
+
+def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
+    """Keys of a group wait until the last ones were read, not for gradients on the same stream."""
+    box, current, capturing, side = without_peers("keys", []), 1, False, mock.Mock()
+    log: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
+    monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
+    for name in ("push_slabs", "join_streams"):
+        monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
+
+    def pulls(stream: int) -> None:
+        nonlocal current
+        current = stream
+        box.pull([], [], True, True, True, then_wait=True)
+        current = 0
+
+    def waits() -> list:
+        log.clear()
+        side.wait_event.reset_mock()
+        box.wait_for_readers()
+        return [*log, *(call.args[0] for call in side.wait_event.call_args_list)]
+
+    pulls(1)
+    assert waits() == waits() == [side.record_event.return_value]
+    pulls(0)
+    assert waits() == [], "the default stream has waited for all"
+    pulls(7)
+    assert waits() == ["join_streams"], "nothing tells when"
+    capturing = True
+    pulls(1)
+    assert waits() == ["join_streams"], "events of a graph are its own"
