@@ -198,6 +198,7 @@ def test_below_autograd():
     x = torch.ones(2, requires_grad=True)
     with _compat.below_autograd():
         assert (x * 2).grad_fn is None
+        assert not (x * 2).t()._is_view()
     assert (x * 2).grad_fn is not None
 
 
@@ -621,6 +622,40 @@ def test_skip_code():
         seen.clear()
         torch.compile(function, backend="eager")(torch.ones(2))
         assert seen == [expected]
+
+
+def test_run_uncompiled():
+    """Neither it nor what it calls is compiled, also where a compiled function's graph broke; it may
+    still be a part of a graph."""
+    seen = []
+
+    def below(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    @_compat.run_uncompiled
+    def inner(x):
+        return below(x)
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @_compat.run_uncompiled
+        def backward(ctx, grad):
+            return below(grad)
+
+    def breaks(x):
+        torch._dynamo.graph_break()
+        Broken.apply(x).sum().backward()
+
+    for function, expected in ((inner, [False]), (lambda x: inner(x), [True]), (breaks, [False])):
+        torch._dynamo.reset()
+        seen.clear()
+        torch.compile(function, backend="eager")(torch.ones(2, requires_grad=True))
+        assert seen == expected
 
 
 def test_argument_names():

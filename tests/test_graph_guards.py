@@ -1,5 +1,6 @@
 """A compiled graph never answers for another setting than its own; see Note [Guards]."""
 
+import os
 import threading
 from contextlib import nullcontext
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo import convert_frame
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Shard
 
@@ -210,3 +212,33 @@ def test_after_a_reset(mesh):
             assert attention.compilations(attention.plain) == expected
             with context_parallel(mesh, balancer=None):
                 assert attention.compilations(attention.plain) == expected
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_backward_inside_a_compiled_function(mesh, plain):
+    """What torch calls of ours there is not compiled: dynamo does not know versions of tensors that
+    hooks keep, nor how a DTensor is made of its parts."""
+    weight, x = torch.eye(4).requires_grad_(), torch.randn(1, 2, 8, 4)
+    buffers = [x] if plain else []
+    if not plain:
+        x, weight = (DTensor.from_local(y, mesh, [Shard(0)]) for y in (x, weight))
+        weight = weight.detach().requires_grad_()
+
+    def step():
+        y = (x * 2).sin() * weight.sum(0)
+        y.square().sum().backward()
+
+    def ours() -> set[str]:
+        codes = [reference() for reference in convert_frame.input_codes.seen]
+        names = {f"{code.co_filename}:{code.co_name}" for code in codes if code is not None}
+        return {name for name in names if f"{os.sep}cp_dispatch{os.sep}" in name}
+
+    step()
+    want, weight.grad = weight.grad, None
+    torch._dynamo.reset()
+    block = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * len(buffers))
+    with block, enabled():
+        torch.compile(step, backend="aot_eager")()
+    local = [x if plain else x.to_local() for x in (weight.grad, want)]
+    assert torch.equal(*local)
+    assert not ours()

@@ -3,7 +3,10 @@
 import functools
 
 import torch
-from torch._C import _AutoDispatchBelowAutograd as below_autograd
+
+# As kernels of torch's autograd: what is made below is no view of anything, so that users may write
+# to results in place.
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C._dynamo.guards import _reinterpret_tensor as view_of
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import (

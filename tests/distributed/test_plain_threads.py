@@ -322,6 +322,30 @@ def test_a_saved_tensor_modified_in_place_is_still_found():
     on_mesh(2, body)
 
 
+@pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("ndim", [4, 3])
+def test_the_output_may_be_written_to_in_place(schedule, ndim):
+    """As on one device, where it is no view of another tensor."""
+    tensors = [x[0] if ndim == 3 else x for x in sequences(16)]
+
+    def step(query, key, value):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out.add_(query)[..., 0].zero_()
+        return out
+
+    def body(mesh):
+        shards = [x.chunk(2, -2)[mesh.get_local_rank()].clone() for x in tensors]
+        with context_parallel(mesh, balancer=None, schedule=schedule):
+            own = step(*[x.requires_grad_() for x in shards])
+            # The backward needs it as it was, and so does that of torch's kernel.
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                own.sum().backward()
+        return own.detach()
+
+    got = torch.cat(on_mesh(2, body), -2)
+    torch.testing.assert_close(got, step(*tensors))
+
+
 def test_blocks_nest_and_follow_each_other():
     query, key, value = sequences(16)
     want = {
