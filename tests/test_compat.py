@@ -624,9 +624,25 @@ def test_skip_code():
         assert seen == [expected]
 
 
+def test_ReentrantForward():
+    """Checkpoints call what is put, with their function first; afterwards it is theirs again."""
+    owner, seen = torch.utils.checkpoint.CheckpointFunction, []
+    before, switch = owner.__dict__["forward"], _compat.ReentrantForward()
+    theirs = switch.get()
+
+    def forward(ctx, function, *args):
+        return theirs(ctx, lambda x: seen.append(1) or function(x), *args)
+
+    switch.put(forward)
+    x = torch.ones(2, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+    switch.restore()
+    y.sum().backward()
+    assert len(seen) == 2 and owner.__dict__["forward"] is before
+
+
 def test_run_uncompiled():
-    """Neither it nor what it calls is compiled, also where a compiled function's graph broke; it may
-    still be a part of a graph."""
+    """Neither it nor what it calls is compiled, also after a graph break; it may be traced."""
     seen = []
 
     def below(x):

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.utils.checkpoint
 
 # As kernels of torch's autograd: what is made below is no view of anything, so that users may write
 # to results in place.
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 __all__ = [
     "CausalBiasDispatch",
     "PLAIN_KEYS",
+    "ReentrantForward",
     "add_subclass_rule",
     "argument_names",
     "below_autograd",
@@ -173,6 +175,14 @@ class CausalBiasDispatch(StaticMethod):
 
     def __init__(self):
         super().__init__(CausalBias, "_dispatch")
+
+
+class ReentrantForward(StaticMethod):
+    """The forward of checkpoints with ``use_reentrant=True``: ``forward(ctx, function, preserve,
+    *args)``, whose backward calls ``function`` a second time."""
+
+    def __init__(self):
+        super().__init__(torch.utils.checkpoint.CheckpointFunction, "forward")
 
 
 @functools.cache
