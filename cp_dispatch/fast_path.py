@@ -29,6 +29,7 @@ from cp_dispatch._compat import (
     dtensor_spec,
     local_tensor,
     profiler_is_on,
+    run_uncompiled,
 )
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
@@ -149,6 +150,7 @@ class _Attention(torch.autograd.Function):
     """As the op's own, in :mod:`cp_dispatch.ops`."""
 
     @staticmethod
+    @run_uncompiled
     def forward(ctx, prepared, query, key, value):
         output, logsumexp = prepared.forward(query, key, value)
         # Not the output itself, which autograd would detach twice.
@@ -158,6 +160,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @run_uncompiled
     def backward(ctx, grad_output):
         if grad_output is None:
             return None, None, None, None

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from cp_dispatch._compat import Unflatten, dispatch_modes_are_on, dress, dtensor_spec
+from cp_dispatch._compat import (
+    Unflatten,
+    dispatch_modes_are_on,
+    dress,
+    dtensor_spec,
+    run_uncompiled,
+)
 from cp_dispatch.bounded import keep
 
 _MOST = 256
@@ -23,6 +29,7 @@ _known: dict[int, tuple] = {}
 def install() -> None:
     make = _unflatten.get()
 
+    @run_uncompiled
     def unflatten(inner_tensors, description, outer_size, outer_stride):
         local = inner_tensors["_local_tensor"]
         # In traces and exports torch has the word.

@@ -37,6 +37,7 @@ from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext, refuse, words
 from cp_dispatch.plan import Plan
+from cp_dispatch.reentrant import attended
 
 
 def attend_plain(
@@ -57,6 +58,7 @@ def attend_plain(
         raise
     if call is None:
         return NotImplemented
+    attended(context)
     even = not context.uneven
     shares = even_shares(context, call) if even else _told_shares(context, given, call)
     lengths = shares.lengths

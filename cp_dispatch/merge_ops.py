@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import below_autograd
+from cp_dispatch._compat import below_autograd, run_uncompiled
 from cp_dispatch.merge import merge_partials
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
@@ -49,6 +49,7 @@ def _merge_fake(out_a, lse_a, out_b, lse_b, dtype):
 
 class _Merge(torch.autograd.Function):
     @staticmethod
+    @run_uncompiled
     def forward(ctx, out_a, lse_a, out_b, lse_b, dtype):
         with below_autograd():
             out, lse = merge_op(out_a, lse_a, out_b, lse_b, dtype)
@@ -56,6 +57,7 @@ class _Merge(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @run_uncompiled
     def backward(ctx, grad_out, grad_lse):
         out_a, lse_a, out_b, lse_b = ctx.saved_tensors
         difference = torch.where(lse_a == lse_b, 0.0, lse_b - lse_a)
@@ -78,6 +80,7 @@ class _Merge(torch.autograd.Function):
         return (*grads, None)
 
 
+@run_uncompiled
 def _autograd(*args):
     if torch.is_grad_enabled() and any(x.requires_grad for x in args[:4]):
         return _Merge.apply(*args)

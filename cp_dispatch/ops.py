@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
-from cp_dispatch._compat import below_autograd, local_tensor_mode
+from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompiled
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.kernels import job_of, no_mask_grad, placeholder, run_backward, run_forward
@@ -71,10 +71,12 @@ def backward_op(backend: str) -> torch._ops.OpOverload:
 def _define(backend: Backend) -> None:
     """Define both ops of one backend."""
 
+    @run_uncompiled
     def forward(query, key, value, *options):
         job, schedule = job_of(backend, query, *options)
         return run_forward(job, schedule, query, key, value)
 
+    @run_uncompiled
     def backward(grad_output, query, key, value, output, logsumexp, *options):
         *options, key_grad, mask_grad = options
         job, schedule = job_of(backend, query, *options, backward=True)
@@ -120,6 +122,7 @@ def _autograd(name: str):
 
     class RingAttention(torch.autograd.Function):
         @staticmethod
+        @run_uncompiled
         def forward(ctx, query, key, value, attn_mask, dropout_seed, *options):
             tensors = query, key, value, attn_mask, dropout_seed
             with below_autograd(), _plain_replicated(query, attn_mask):
@@ -131,6 +134,7 @@ def _autograd(name: str):
             return output, logsumexp
 
         @staticmethod
+        @run_uncompiled
         def backward(ctx, grad_output, _):
             rest = (None,) * (1 + len(ctx.options))
             if grad_output is None:
@@ -154,6 +158,7 @@ def _autograd(name: str):
                 grads[3] = _placed_like(grads[3], saved[5])
             return (*grads, *rest)
 
+    @run_uncompiled
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _any_needs_grad(args):
             return RingAttention.apply(*args)
@@ -195,6 +200,7 @@ def _refuse_double_backward(name: str):
 
     class RingAttentionBackward(torch.autograd.Function):
         @staticmethod
+        @run_uncompiled
         def forward(ctx, *args):
             with below_autograd():
                 return backward_op(name)(*args)
@@ -210,6 +216,7 @@ def _refuse_double_backward(name: str):
                 "sdpa_kernel(SDPBackend.MATH), with cp_dispatch.disable()."
             )
 
+    @run_uncompiled
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _any_needs_grad(args):
             return RingAttentionBackward.apply(*args)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch import fused_modules, graph_guards
-from cp_dispatch._compat import composite_kernel, dynamo_traces
+from cp_dispatch._compat import composite_kernel, dynamo_traces, run_uncompiled
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
@@ -79,6 +79,7 @@ def _noted(stack: OptionStack) -> CurrentOptions:
 def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_context):
     """The kernel that stands before torch's ``kernel``. See Note [The override]."""
 
+    @run_uncompiled
     def scaled_dot_product_attention(
         keyset, query, key, value,
         attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False,
@@ -122,6 +123,7 @@ def _refusal_of_vmap(kernel, stack: OptionStack):
 
 
 def _inference_rule(options: CurrentOptions):
+    @run_uncompiled
     def rule(cls, func, types, args=(), kwargs=None):
         found = options()
         if found is None:
@@ -132,6 +134,7 @@ def _inference_rule(options: CurrentOptions):
 
 
 def _while_on(rule, options: CurrentOptions):
+    @run_uncompiled
     def rule_while_on(cls, func, types, args=(), kwargs=None):
         return NotImplemented if options() is None else rule(*args, **(kwargs or {}))
 

@@ -107,6 +107,7 @@ class ContextParallel(ParallelStyle):
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
+        module.in_context_parallel = _NotPickled()
         module.forward = types.MethodType(self._forward(device_mesh, _window(module), own), module)
         if isinstance(module, nn.MultiheadAttention):
             # An encoder layer in eval mode takes its attention's parameters for a kernel of its
@@ -272,6 +273,21 @@ def _stack() -> list:
     if not hasattr(_thread, "stack"):
         _thread.stack = []
     return _thread.stack
+
+
+class _NotPickled:
+    """An attribute of modules in the style. A pickle would hold their forward by its name alone,
+    and what is loaded would have the class's."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce_ex__(self, protocol):
+        raise ContextParallelError(
+            "a module in ContextParallel cannot be pickled, nor saved by torch.save: where it is "
+            "loaded its attention would be local. Save its state_dict(), or pickle the model "
+            "before parallelize_module"
+        )
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch import rows
-from cp_dispatch._compat import below_autograd
+from cp_dispatch._compat import below_autograd, run_uncompiled
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 library.define(
@@ -109,6 +109,7 @@ def sources_of(index: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
+    @run_uncompiled
     def forward(ctx, index, dims, checked, unique, *tensors):
         with below_autograd():
             outs = permute_op(list(tensors), index, dims, checked, unique)
@@ -120,6 +121,7 @@ class _Permute(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @run_uncompiled
     def backward(ctx, *grads):
         (index,) = ctx.saved_tensors
         needs = _needed(ctx.needs_input_grad[4:], grads)
@@ -132,6 +134,7 @@ class _Permute(torch.autograd.Function):
 
 class _PermuteBackward(torch.autograd.Function):
     @staticmethod
+    @run_uncompiled
     def forward(ctx, index, dims, lengths, unique, *grads):
         with below_autograd():
             outs = backward_op(list(grads), index, dims, lengths, unique)
@@ -141,6 +144,7 @@ class _PermuteBackward(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @run_uncompiled
     def backward(ctx, *grads):
         (index,) = ctx.saved_tensors
         needs = _needed(ctx.needs_input_grad[4:], grads)
@@ -167,6 +171,7 @@ def _is_differentiable(tensor: Tensor) -> bool:
 
 
 def _autograd(function, op):
+    @run_uncompiled
     def kernel(tensors, index, *options):
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return list(function.apply(index, *options, *tensors))

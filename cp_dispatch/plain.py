@@ -13,7 +13,8 @@ change the import, and old code runs. What differs from torch 2.13:
 - ``torch.nn.functional`` is not patched, so functions imported earlier take part; and a block
   belongs to its thread and to backward passes, not to all threads. Blocks nest.
 - Buffers get other storage for the block and their own back, without copies; what autograd saved
-  inside stays, so the backward may run after the block, as long as nothing is recomputed in it.
+  inside stays, so the backward may run after the block, as long as no attention is recomputed in
+  it, which raises.
   Buffers that need gradients are refused on entry; torch fails on them half way.
 - ``set_rotate_method`` is read on entry of a block. DTensors in a block mean what they mean outside
   of it: ``cp_dispatch.enable`` decides about them.

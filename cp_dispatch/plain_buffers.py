@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
+from cp_dispatch._compat import run_uncompiled
 from cp_dispatch.errors import ContextParallelError, ContextParallelValueError
 from cp_dispatch.flex.plain import local_form, swap
 from cp_dispatch.layouts import Balancer, Span, shard
@@ -117,10 +118,12 @@ def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def _aliases(ids: set[int]):
+    @run_uncompiled
     def pack(tensor):
         # Of a buffer no version is kept: putting the original back is no modification of a shard.
         return tensor.detach(), None if id(tensor) in ids else tensor._version
 
+    @run_uncompiled
     def unpack(saved):
         alias, version = saved
         if version is not None and alias._version != version:

@@ -19,7 +19,7 @@ import threading
 
 import torch
 
-from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override
+from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override, reentrant
 from cp_dispatch._compat import (
     forget_resolved_kernels,
     in_backward,
@@ -114,6 +114,7 @@ def plain_shards(context: PlainContext):
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         hf_masks.install(plain_context)
+        reentrant.install(plain_context)
         _sync()
     try:
         yield
@@ -122,6 +123,7 @@ def plain_shards(context: PlainContext):
             _contexts.remove(scope)
             if not _contexts.in_use:
                 hf_masks.remove()
+                reentrant.remove()
             _sync()
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import convert_frame
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -48,3 +50,10 @@ def outline(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     ).requires_grad_(requires_grad)
+
+
+def own_code_compiled() -> set[str]:
+    """Functions of cp_dispatch that dynamo has compiled by themselves, not as parts of a model."""
+    seen = (reference() for reference in convert_frame.input_codes.seen)
+    names = {f"{code.co_filename}:{code.co_name}" for code in seen if code is not None}
+    return {name for name in names if f"{os.sep}cp_dispatch{os.sep}" in name}

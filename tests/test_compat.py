@@ -198,6 +198,7 @@ def test_below_autograd():
     x = torch.ones(2, requires_grad=True)
     with _compat.below_autograd():
         assert (x * 2).grad_fn is None
+        assert not (x * 2).t()._is_view()
     assert (x * 2).grad_fn is not None
 
 
@@ -621,6 +622,56 @@ def test_skip_code():
         seen.clear()
         torch.compile(function, backend="eager")(torch.ones(2))
         assert seen == [expected]
+
+
+def test_ReentrantForward():
+    """Checkpoints call what is put, with their function first; afterwards it is theirs again."""
+    owner, seen = torch.utils.checkpoint.CheckpointFunction, []
+    before, switch = owner.__dict__["forward"], _compat.ReentrantForward()
+    theirs = switch.get()
+
+    def forward(ctx, function, *args):
+        return theirs(ctx, lambda x: seen.append(1) or function(x), *args)
+
+    switch.put(forward)
+    x = torch.ones(2, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
+    switch.restore()
+    y.sum().backward()
+    assert len(seen) == 2 and owner.__dict__["forward"] is before
+
+
+def test_run_uncompiled():
+    """Neither it nor what it calls is compiled, also after a graph break; it may be traced."""
+    seen = []
+
+    def below(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    @_compat.run_uncompiled
+    def inner(x):
+        return below(x)
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @_compat.run_uncompiled
+        def backward(ctx, grad):
+            return below(grad)
+
+    def breaks(x):
+        torch._dynamo.graph_break()
+        Broken.apply(x).sum().backward()
+
+    for function, expected in ((inner, [False]), (lambda x: inner(x), [True]), (breaks, [False])):
+        torch._dynamo.reset()
+        seen.clear()
+        torch.compile(function, backend="eager")(torch.ones(2, requires_grad=True))
+        assert seen == expected
 
 
 def test_argument_names():

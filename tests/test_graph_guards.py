@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled, override
-from tests.ranks import one_rank
+from tests.ranks import one_rank, own_code_compiled
 
 
 @pytest.fixture
@@ -210,3 +210,20 @@ def test_after_a_reset(mesh):
             assert attention.compilations(attention.plain) == expected
             with context_parallel(mesh, balancer=None):
                 assert attention.compilations(attention.plain) == expected
+
+
+def test_backward_inside_a_compiled_function(mesh):
+    """What torch calls of ours there is not compiled: dynamo does not know the versions of tensors
+    that hooks keep. On DTensors: tests/distributed/test_compiled_spawned.py."""
+    weight, x = torch.eye(4).requires_grad_(), torch.randn(1, 2, 8, 4)
+
+    def step():
+        y = (x * 2).sin() @ weight
+        y.square().sum().backward()
+
+    step()
+    want, weight.grad = weight.grad, None
+    torch._dynamo.reset()
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        torch.compile(step, backend="aot_eager")()
+    assert torch.equal(weight.grad, want) and not own_code_compiled()

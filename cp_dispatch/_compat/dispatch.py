@@ -3,7 +3,11 @@
 import functools
 
 import torch
-from torch._C import _AutoDispatchBelowAutograd as below_autograd
+import torch.utils.checkpoint
+
+# As kernels of torch's autograd: what is made below is no view of anything, so that users may write
+# to results in place.
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C._dynamo.guards import _reinterpret_tensor as view_of
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import (
@@ -15,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 __all__ = [
     "CausalBiasDispatch",
     "PLAIN_KEYS",
+    "ReentrantForward",
     "add_subclass_rule",
     "argument_names",
     "below_autograd",
@@ -170,6 +175,14 @@ class CausalBiasDispatch(StaticMethod):
 
     def __init__(self):
         super().__init__(CausalBias, "_dispatch")
+
+
+class ReentrantForward(StaticMethod):
+    """The forward of checkpoints with ``use_reentrant=True``: ``forward(ctx, function, preserve,
+    *args)``, whose backward calls ``function`` a second time."""
+
+    def __init__(self):
+        super().__init__(torch.utils.checkpoint.CheckpointFunction, "forward")
 
 
 @functools.cache

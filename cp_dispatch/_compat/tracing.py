@@ -4,6 +4,11 @@ import sys
 
 import torch
 import torch.utils.checkpoint
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.tensor import DTensor
@@ -19,6 +24,7 @@ __all__ = [
     "guard_trace",
     "is_fake",
     "is_tracing",
+    "run_uncompiled",
     "save_in_traced_checkpoints",
     "size_hint",
     "skip_code",
@@ -31,6 +37,19 @@ def skip_code(function) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def run_uncompiled(function):
+    """A decorator for what torch calls from C++: neither it nor what it calls is compiled, though
+    it may be traced as a part of something else.
+
+    Where a graph broke, and in a backward inside a compiled function, dynamo compiles all Python
+    that runs, but for torch's own: a schedule in pieces, and saved tensors whose versions and
+    specs it does not know.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def count_traced(functions) -> int:

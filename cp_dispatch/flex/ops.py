@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import resolve_group
+from cp_dispatch._compat import resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, listed, pack, packed_size
@@ -275,7 +275,7 @@ def define(schemas, kernels, fakes) -> None:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
         library.define(schema, tags=tags)
         for device in ("CPU", "CUDA"):
-            library.impl(name, kernel, device)
+            library.impl(name, run_uncompiled(kernel), device)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
 
 

@@ -17,6 +17,7 @@ from cp_dispatch._compat import (
     dynamo_traces,
     forget_resolved_kernels,
     is_fake,
+    run_uncompiled,
     varlen_ops,
     withdraw,
 )
@@ -65,6 +66,7 @@ def remove() -> None:
 
 
 def _before(op: str, kernel, current_options, plain_context):
+    @run_uncompiled
     def varlen_attn(keyset, *args, **kwargs):
         tensors = *args, *kwargs.values()
         if any(isinstance(x, DTensor) for x in tensors):
@@ -82,6 +84,7 @@ def _before(op: str, kernel, current_options, plain_context):
 
 
 def _inference_rule(op: str, current_options):
+    @run_uncompiled
     def rule(cls, func, types, args=(), kwargs=None):
         options = _options_now(current_options)
         return NotImplemented if options is None else _attend(op, options, args, kwargs or {})

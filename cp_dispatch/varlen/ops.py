@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cp_dispatch import recomputed
-from cp_dispatch._compat import below_autograd, resolve_group
+from cp_dispatch._compat import below_autograd, resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.ops import NAMESPACE, refuse_local_tensor_mode
@@ -47,6 +47,7 @@ SCHEMAS = (
 )
 
 
+@run_uncompiled
 def _forward(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tensor, Tensor]:
     job, ring, scale = _prepared(query, key, *options)
     query, key, value = map(_dense, (query, key, value))
@@ -58,6 +59,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tenso
     return out.contiguous(), lse
 
 
+@run_uncompiled
 def _backward(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
     logsumexp: Tensor, *options,
@@ -125,6 +127,7 @@ class VarlenAttention(torch.autograd.Function):
     """Autograd of DTensors and of plain tensors alike."""
 
     @staticmethod
+    @run_uncompiled
     def forward(ctx, query, key, value, cu_seq_q, cu_seq_k, *options):
         tensors = query, key, value
         with below_autograd():
@@ -136,6 +139,7 @@ class VarlenAttention(torch.autograd.Function):
         return output, logsumexp
 
     @staticmethod
+    @run_uncompiled
     def backward(ctx, grad_output, _):
         rest = (None,) * (2 + len(ctx.options))
         if grad_output is None:
@@ -149,6 +153,7 @@ class VarlenAttention(torch.autograd.Function):
 
 class VarlenAttentionBackward(torch.autograd.Function):
     @staticmethod
+    @run_uncompiled
     def forward(ctx, *args):
         with below_autograd():
             return BACKWARD(*args)
@@ -163,6 +168,7 @@ class VarlenAttentionBackward(torch.autograd.Function):
 
 
 def _autograd(function, op):
+    @run_uncompiled
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return function.apply(*args)

@@ -32,6 +32,7 @@ from tests.distributed.models import Model
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_asked
+from tests.ranks import own_code_compiled
 
 ROWS = (Shard(2),)
 
@@ -461,7 +462,33 @@ def checkpoint_in_another_order(env: Env) -> None:
                     out.sum().backward()
 
 
+def backward_inside(env: Env) -> None:
+    """Dynamo compiles all Python that runs in a backward inside a compiled function, not ours."""
+    mesh, generator = env.mesh(), torch.Generator().manual_seed(0)
+    tokens = torch.randint(17, (1, 32), generator=generator)
+    model = distribute_module(Model(), mesh)
+    data = [distribute(x, mesh, [Shard(1)]) for x in (tokens, tokens.flip(1))]
+
+    def step():
+        model(*data).backward()
+
+    def grads():
+        found = [x.grad.full_tensor() for x in model.parameters()]
+        model.zero_grad()
+        return found
+
+    torch._dynamo.reset()
+    with cp_dispatch.enabled():
+        step()
+        want, compiled = grads(), torch.compile(step, backend="eager")
+        for _ in range(2):
+            compiled()
+            torch.testing.assert_close(grads(), want)
+    assert not own_code_compiled(), own_code_compiled()
+
+
 CASES = {
+    "backward inside": backward_inside,
     "causal": functools.partial(attention_alone, problem=CAUSAL),
     "bool mask": functools.partial(attention_alone, problem=Problem(length=64, mask=Mask())),
     "bool mask sharded": functools.partial(

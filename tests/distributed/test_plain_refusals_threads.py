@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import io
 import pickle
 
 import pytest
@@ -216,6 +217,20 @@ def test_style_takes_the_order_from_around():
         buffers = [x.clone() for x in (query, key, value)]
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
             right(layout)
+
+    on_mesh(2, body)
+
+
+def test_a_module_in_the_style_cannot_be_pickled():
+    """What is loaded would attend within a shard."""
+
+    def body(mesh):
+        model = nn.Sequential(parallelize_module(Projected(), mesh, ContextParallel(seq_dim=1)))
+        for dump in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+            with pytest.raises(ContextParallelError, match="state_dict"):
+                dump(model)
+        pickle.dumps(model.state_dict())
+        assert model.state_dict().keys() == nn.Sequential(Projected()).state_dict().keys()
 
     on_mesh(2, body)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -320,6 +322,68 @@ def test_a_saved_tensor_modified_in_place_is_still_found():
             y.sum().backward()
 
     on_mesh(2, body)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses"])
+@pytest.mark.parametrize("ndim", [4, 3])
+def test_the_output_may_be_written_to_in_place(schedule, ndim):
+    """As on one device, where it is no view of another tensor."""
+    tensors = [x[0] if ndim == 3 else x for x in sequences(16)]
+
+    def step(query, key, value):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out.add_(query)[..., 0].zero_()
+        return out
+
+    def body(mesh):
+        shards = [x.chunk(2, -2)[mesh.get_local_rank()].clone() for x in tensors]
+        with context_parallel(mesh, balancer=None, schedule=schedule):
+            own = step(*[x.requires_grad_() for x in shards])
+            # The backward needs it as it was, and so does that of torch's kernel.
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                own.sum().backward()
+        return own.detach()
+
+    got = torch.cat(on_mesh(2, body), -2)
+    torch.testing.assert_close(got, step(*tensors))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
+    """Outside, its gradients would be those of attention within a shard. What does not attend may
+    be recomputed anywhere, and another block of the same order is as good."""
+    tensors = sequences(16)
+
+    def attend(*inputs):
+        return F.scaled_dot_product_attention(*inputs, is_causal=True)
+
+    whole = [x.clone().requires_grad_() for x in tensors]
+    want = torch.autograd.grad(attend(*whole).sum(), whole)
+
+    def checkpointed(function, *inputs):
+        for _ in range(depth):
+            function = functools.partial(checkpoint, function, use_reentrant=True)
+        return function(*inputs)
+
+    def body(mesh):
+        shards = [x.chunk(2, 2)[mesh.get_local_rank()].clone().requires_grad_() for x in tensors]
+        block = functools.partial(context_parallel, mesh, balancer=None)
+        with block():
+            out, other, again = (checkpointed(attend, *shards).sum() for _ in range(3))
+            harmless = checkpointed(torch.sin, shards[0]).sum()
+            out.backward()
+        grads = [x.grad.clone() for x in shards]
+        with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+            other.backward()
+        harmless.backward()
+        torch.testing.assert_close(shards[0].grad, grads[0] + shards[0].cos())
+        with block(schedule="gather"):
+            again.backward()
+        torch.testing.assert_close(shards[1].grad, 2 * grads[1])
+        return grads
+
+    for got, true in zip(zip(*on_mesh(2, body), strict=True), want, strict=True):
+        torch.testing.assert_close(torch.cat(got, 2), true)
 
 
 def test_blocks_nest_and_follow_each_other():
