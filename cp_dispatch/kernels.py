@@ -19,7 +19,7 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 
 _jobs: dict[tuple, tuple] = {}  # jobs without tensors, and the groups that they were made for
-_MAX_JOBS = 1024
+_MAX_JOBS = 256
 
 
 def job_of(

@@ -1,6 +1,6 @@
 """Dicts that forget the oldest."""
 
-from cp_dispatch.bounded import keep
+from cp_dispatch.bounded import ByWeight, keep
 
 
 def test_the_oldest_goes():
@@ -12,3 +12,22 @@ def test_the_oldest_goes():
     assert known == {2: "again", 3: "3", 4: "4"}
     keep(known, 9, "9", 1)
     assert known == {9: "9"}
+
+
+def test_the_newest_up_to_a_weight():
+    made = []
+
+    def make(size: int, name: str) -> str:
+        made.append(name)
+        return name * size
+
+    found = ByWeight(make, len, most=5)
+    assert [found(2, "a"), found(2, "b"), found(2, "a")] == ["aa", "bb", "aa"]
+    assert made == ["a", "b"]
+    found(3, "c")  # the oldest goes
+    found(2, "b")
+    assert made == ["a", "b", "c"]
+    assert found(9, "d") == found(9, "d") == "d" * 9  # alone too heavy, and kept for all that
+    assert made == ["a", "b", "c", "d"] and len(found._known) == 1
+    found(1, "e")
+    assert found._total == 1 and len(found._known) == 1

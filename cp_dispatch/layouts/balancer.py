@@ -158,7 +158,7 @@ class Balancer:
         return from_text, (self.text,)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)  # a balancer may have made indices of all positions
 def from_text(text: str) -> Balancer:
     """The balancer whose :attr:`Balancer.text` this is.
 

@@ -33,7 +33,7 @@ def positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     return _on_host(spans, True).to(device, non_blocking=True)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=64)
 def _on_host(spans: tuple[Span, ...], pinned: bool) -> Tensor:
     index = span_indices(spans)
     return index.pin_memory() if pinned else index
