@@ -280,7 +280,9 @@ def test_local_rows_to_positions():
     assert place == Pieces((0, 3), (4, 17))
     rows = torch.arange(5)
     assert place(rows).tolist() == [4, 5, 6, 20, 21]
-    assert pieces(tuple(Span(10 * i, 1) for i in range(9))) is None
+    many = tuple(Span(10 * i, 1) for i in range(17))
+    assert pieces(many[:16])(torch.arange(16)).tolist() == list(range(0, 160, 10))
+    assert pieces(many) is None
     assert pieces(()) == Pieces((0,), (0,))
 
 
