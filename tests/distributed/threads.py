@@ -135,9 +135,19 @@ def _threaded_world():
     # two threads one took away the other's (KeyError: 'custom').
     annotate = torch.fx.traceback.annotate
     torch.fx.traceback.annotate = lambda notes: contextlib.nullcontext()
+    # That something is traced is, up to torch 2.13, one flag of the process, which two threads that
+    # put back what they found left on; then nothing compiles any more. FlexAttention traces mods.
+    trace, tracing = torch.fx.Tracer.trace, threading.RLock()
+
+    def trace_in_turn(*args, **kwargs):
+        with tracing:
+            return trace(*args, **kwargs)
+
+    torch.fx.Tracer.trace = trace_in_turn
     try:
         yield
     finally:
+        torch.fx.Tracer.trace = trace
         torch.fx.traceback.annotate = annotate
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate
         multi_threaded_pg._uninstall_threaded_pg()
