@@ -44,11 +44,12 @@ def _forget(number: int) -> None:
 
 
 class Arrivals:
-    """Keys and values of one group of heads after the other on their way to this rank."""
+    """Keys and values of one group of heads after the other on their way to this rank; for a
+    ``backward`` or a forward."""
 
-    def __init__(self, ring: Ring, carrier):
+    def __init__(self, ring: Ring, carrier, backward: bool):
         # The carrier's indices are memory of the current stream, and nobody else may hold them.
-        self._ring, self.carrier = ring, carrier
+        self._ring, self.carrier, self.backward = ring, carrier, backward
         self._buffers, self._there = {}, {}
 
     def start(self, group: int, buffer: Tensor) -> None:

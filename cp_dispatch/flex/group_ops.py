@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import resolve_group
+from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.flight import Arrivals, Returns, find, register, returns_of
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob, exchange_of
 from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define
 from cp_dispatch.flex.pulled import gradients_by, keys_by
 from cp_dispatch.flex.rows import copy_all
+from cp_dispatch.flex.to_the_end import ToTheEnd, pulls_after
 from cp_dispatch.schedules.comm import Ring
 
 # key, value and the mask's arguments are as in ops.py, of all heads of this rank. groups: how many
@@ -32,24 +34,41 @@ SCHEMAS = (
 
 def _flex_start(key: Tensor, value: Tensor, *args) -> Tensor:
     """Start bringing the keys of all groups; a token for them."""
-    *mask, groups, fill, _ = args
+    *mask, groups, fill, backward = args
     job = MaskJob(*mask)
     check_rows(job, key)
     exchange, ring = exchange_of(mask, key.device), _ring(job, key)
-    flight = Arrivals(ring, keys_by(exchange, ring, key, value, groups))
+    flight = Arrivals(ring, keys_by(exchange, ring, key, value, groups), backward)
     _set_off(flight, 0, key, value, *mask, groups, fill)
     return register(flight)
 
 
 def _set_off(flight: Arrivals, group: int, key: Tensor, value: Tensor, *args) -> None:
     *mask, groups, fill = args
-    part = [_heads(x, groups, group) for x in (key, value)]
-    buffer = bring_buffer(MaskJob(*mask), *part)
-    if fill:
-        buffer.zero_()
     exchange = exchange_of(mask, key.device)
-    copy_all(flight.carrier.offer(*part) + exchange.own_places(*part, buffer))
-    flight.start(group, buffer)
+    with ToTheEnd(*_boxes(flight.carrier, key, value, mask, groups, flight.backward, group)):
+        part = [_heads(x, groups, group) for x in (key, value)]
+        buffer = bring_buffer(MaskJob(*mask), *part)
+        if fill:
+            buffer.zero_()
+        copy_all(flight.carrier.offer(*part) + exchange.own_places(*part, buffer))
+        flight.start(group, buffer)
+
+
+def _boxes(carrier, key: Tensor, value: Tensor, mask, groups, backward, group, gradients=False):
+    """What :class:`ToTheEnd` takes of a group's pull by a carrier."""
+
+    def rest():
+        exchange, ring = exchange_of(mask, key.device), _ring(MaskJob(*mask), key)
+        for of_gradients in pulls_after(groups, backward, gradients, group):
+            by = gradients_by if of_gradients else keys_by
+            yield _box(by(exchange, ring, key, value, groups))
+
+    return _box(carrier), rest()
+
+
+def _box(carrier):
+    return None if isinstance(carrier, Collectives) else carrier.box
 
 
 def _flex_arrive(token: Tensor, after, key: Tensor, value: Tensor, *args) -> Tensor:
@@ -72,13 +91,15 @@ def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -
     exchange, ring = exchange_of(mask, key.device), _ring(job, key)
     if group == 0:
         check_rows(job, key)
-        flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))
     else:
         flight = returns_of(token, group)
     carrier = gradients_by(exchange, ring, key, value, groups)
-    grads = [_heads(x, groups, group) for x in flight.grads]
-    # Copies: what another stream reads is no memory of a graph.
-    flight.start(carrier, carrier.put_aside((grad_key, grad_value), grads), grads)
+    with ToTheEnd(*_boxes(carrier, key, value, mask, groups, True, group, gradients=True)):
+        if group == 0:
+            flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))
+        grads = [_heads(x, groups, group) for x in flight.grads]
+        # Copies: what another stream reads is no memory of a graph.
+        flight.start(carrier, carrier.put_aside((grad_key, grad_value), grads), grads)
     return register(flight)
 
 

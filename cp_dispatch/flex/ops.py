@@ -25,6 +25,7 @@ from cp_dispatch.flex.mask_job import MaskJob, exchange_of, kept, key_of
 from cp_dispatch.flex.prepared import find, keep_gradients, keep_keys
 from cp_dispatch.flex.pulled import PulledKeys, keys_by, sums_by
 from cp_dispatch.flex.rows import rows_of, split_rows
+from cp_dispatch.flex.to_the_end import ToTheEnd
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.schedules.comm import Ring
@@ -98,17 +99,21 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     group = _group_of(mask)
     way, box = find(exchange, group, key, value)
     if way is not None:
-        return way.run(box, key, value, fill)
+        with ToTheEnd(box):
+            return way.run(box, key, value, fill)
     job = MaskJob(*mask)
     check_rows(job, key)
-    buffer = bring_buffer(job, key, value)
-    if fill:
-        buffer.zero_()
     carrier = None
     if group is not None:
         carrier = keys_by(exchange, Ring.of(group, key.device), key, value, 1)
-    if isinstance(carrier, PulledKeys):
-        carrier.bring(key, value, buffer)
+    pulled = isinstance(carrier, PulledKeys)
+    with ToTheEnd(carrier.box if pulled else None):
+        buffer = bring_buffer(job, key, value)
+        if fill:
+            buffer.zero_()
+        if pulled:
+            carrier.bring(key, value, buffer)
+    if pulled:
         keep_keys(exchange, carrier, group, key, value, buffer)
     else:
         exchange.bring(group, key, value, buffer)
@@ -138,15 +143,18 @@ def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, T
     tensors = grad_key, grad_value, key, value
     way, box = find(exchange, group, *tensors)
     if way is not None:
-        return way.run(box, *tensors)
+        with ToTheEnd(box):
+            return way.run(box, *tensors)
     job = MaskJob(*args)
     check_rows(job, key)
-    grads = torch.empty_like(key), torch.empty_like(value)
     carrier = None
     if group is not None:
-        carrier = sums_by(exchange, Ring.of(group, key.device), *grads)
+        carrier = sums_by(exchange, Ring.of(group, key.device), key, value)
+    with ToTheEnd(None if carrier is None else carrier.box):
+        grads = torch.empty_like(key), torch.empty_like(value)
+        if carrier is not None:
+            carrier.bring_back(grad_key, grad_value, grads)
     if carrier is not None:
-        carrier.bring_back(grad_key, grad_value, grads)
         keep_gradients(exchange, carrier, group, *tensors, grads)
         return grads
     lanes, wide = job.lanes, wide_dtype(key.dtype) if exchange.adds_up else key.dtype

@@ -79,6 +79,8 @@ class Mailbox:
         self._is_quiet = False
         # Whether it has pushed and read by itself, so that another stream has to wait for it.
         self._is_ahead = False
+        #: How many pulls there were (see :mod:`cp_dispatch.flex.to_the_end`).
+        self.pulls = 0
         # Once nobody reads what was offered here last, where that is known.
         self._were_read: torch.cuda.Event | None = None
         #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
@@ -200,6 +202,7 @@ class Mailbox:
         of several pulls waits for all peers' rooms, the last one until they have read this one.
         ``opens``: the call is :meth:`open` too, ``then_wait``: and :meth:`wait`."""
         there, here = self._all
+        self.pulls += 1
         if opens:
             if torch.cuda.is_current_stream_capturing():
                 self.is_in_a_graph = True

@@ -26,7 +26,8 @@ def ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
     everyone = mine.new_empty((dist.get_world_size(group), 3))
     all_gather_single(everyone.flatten(), mine, group=group)
     hosts, devices, able = everyone.T.tolist()
-    reaches = len(set(hosts)) == 1 and all(able) and len(set(devices)) == len(devices)
+    reaches = len(set(hosts)) == 1 and all(able)
+    reaches = reaches and (len(set(devices)) == len(devices) or _can_share())
     count = torch.cuda.device_count()
     reaches = reaches and all(
         other < count and torch.cuda.can_device_access_peer(device.index, other)
@@ -41,3 +42,8 @@ def ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
 def _can_try() -> bool:
     wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
     return wanted and symmetric_memory is not None and has_kernel("raise_flags", "cuda")
+
+
+def _can_share() -> bool:
+    """Whether torch's symmetric memory, which refuses two ranks on one GPU, was told not to."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"

@@ -82,6 +82,7 @@ class Box:
         self._peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
         self.views: dict = {}
         self.is_current = True
+        self.pulls = 0
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert offset + numel * dtype.itemsize <= len(self._memory[rank])
@@ -112,6 +113,7 @@ class Box:
         self._take("full", coming)
 
     def pull(self, targets, sources, first, last, opens=False, then_wait=False) -> None:
+        self.pulls += 1
         if opens:
             self.open()
         if first:

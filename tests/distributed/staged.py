@@ -4,17 +4,25 @@ NCCL wants a GPU for each rank. With it tests of several ranks run on a machine 
 
     CP_DISPATCH_TEST_RANKS=4 python -m pytest tests/gpu/test_layouts_cuda.py -k "4GPUs and flash"
 
-What it is for are kernels on CUDA and who computes what; it has no streams, no copy engines, and
-times that mean nothing.
+What it is for are kernels on CUDA and who computes what. Ranks that share one GPU also write to
+each other's memory there, as peers do, in streams; times mean nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import (
+    _create_work_from_future,
+    _register_process_group,
+    _resolve_process_group,
+)
+
+from cp_dispatch._compat import symmetric_memory
+from cp_dispatch.schedules import mailbox
 
 NAME = "staged"
 
@@ -30,10 +38,21 @@ def is_staged() -> bool:
 
 
 def register() -> None:
-    # Ranks of a subgroup may well have GPUs of their own, but no NCCL to meet by.
-    os.environ["CP_DISPATCH_COPY_ENGINES"] = "0"
+    # torch's symmetric memory refuses ranks that share a GPU unless it is told so.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    mailbox.symmetric_memory = SharedMemory
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, Staged, devices=["cpu", "cuda"])
+
+
+class SharedMemory:
+    """torch's symmetric memory, which asks a group for its store: one in Python has none."""
+
+    empty_strided_p2p = staticmethod(getattr(symmetric_memory, "empty_strided_p2p", None))
+
+    @staticmethod
+    def rendezvous(own: torch.Tensor, name: str):
+        return symmetric_memory.rendezvous(own, _resolve_process_group(name).meeting_place)
 
 
 class Staged(dist.ProcessGroup):
@@ -43,6 +62,15 @@ class Staged(dist.ProcessGroup):
         super().__init__(rank, size)
         self._inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._number = size
+        self._store = dist.PrefixStore("symmetric", store)
+
+    @functools.cached_property
+    def meeting_place(self) -> str:
+        """Name of a group of torch's own of the same ranks, without collectives."""
+        name = f"{self.pg_name} of symmetric memory"
+        self._met = dist.ProcessGroup(self._store, self.rank(), self._number)
+        _register_process_group(name, self._met)  # which does not hold it
+        return name
 
     def size(self) -> int:
         return self._number

@@ -1,6 +1,6 @@
 """An error on one rank of a call by copy engines: the others come to its end, the next call is
-right (:mod:`cp_dispatch.schedules.flags_alone`; every allocation in turn:
-``tests/distributed/test_errors_threads.py``)."""
+right (:mod:`cp_dispatch.schedules.flags_alone`, :mod:`cp_dispatch.flex.to_the_end`; every
+allocation of SDPA in turn: ``tests/distributed/test_errors_threads.py``)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cp_dispatch import HeadTail
 from cp_dispatch.backends import BACKENDS
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import ranks
+from tests.flex import test_errors_threads as flex_errors
 
 GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -86,12 +87,33 @@ def _breaking(kernel, left: list[int]):
     return broken
 
 
+def failing_flex(env: Env, name: str, kind: str | None) -> None:
+    """On the last rank one allocation after the other finds no memory."""
+    call = flex_errors.CALLS[name]
+    torch.manual_seed(env.rank)
+    place = flex_errors.tensors_of(env.rank, env.world_size, env.mesh(), kind, env.device)
+    want, failing = call(*place), env.rank == env.world_size - 1
+    for last in range(4):
+        try:
+            with flex_errors.Limited(last if failing else None):
+                call(*place)
+        except torch.OutOfMemoryError:
+            assert failing
+        torch.cuda.synchronize()
+        for mine, theirs in zip(call(*place), want, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 CASES = {
     f"{schedule}{', head-tail' if layout else ''}, {'backward' if backward else 'forward'}":
         functools.partial(failing, schedule=schedule, layout=layout, backward=backward)
     for schedule in ("ring", "mirrored_ring", "gather", "ulysses", "one_call")
     for layout in ((False, True) if schedule in ("gather", "one_call") else (False,))
     for backward in (False, True)
+} | {
+    f"flex {name}, {kind}": functools.partial(failing_flex, name=name, kind=kind)
+    for name in flex_errors.CALLS
+    for kind in (None, "head-tail", "many runs")
 }  # fmt: skip
 
 

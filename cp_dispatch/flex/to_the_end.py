@@ -1,0 +1,62 @@
+"""An op of FlexAttention by copy engines that failed on this rank, to its end by flags alone.
+
+As :mod:`cp_dispatch.schedules.flags_alone` for schedules: the other ranks read what is left in a
+room of this one, and neither wait nor find a flag at the next call. Each op pulls once, and one of
+several ops of a call says which pulls the call has yet to make. An error between two ops, in a
+graph's own part, nobody sees here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from cp_dispatch.schedules.mailbox import Mailbox
+
+_log = logging.getLogger("cp_dispatch")
+
+
+class ToTheEnd:
+    """Around what an op does until it has pulled.
+
+    Args:
+        box: whose rooms are read; None where collectives move rows, which end with their group.
+        rest: the boxes of later pulls of the call, each asked for when the one before was pulled;
+            None where collectives would come next.
+    """
+
+    def __init__(self, box: Mailbox | None, rest: Iterable[Mailbox | None] = ()):
+        self._box, self._rest = box, rest
+
+    def __enter__(self) -> None:
+        if self._box is not None:
+            self._before = self._box.pulls
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None or self._box is None:
+            return
+        try:
+            if self._box.pulls == self._before:
+                _flags_of(self._box)
+            for box in self._rest:
+                if box is None:
+                    return
+                _flags_of(box)
+        except Exception:  # the call's own error is the one to raise
+            _log.exception("after an error in flex_attention: the other ranks may wait for this")
+
+
+def _flags_of(box: Mailbox) -> None:
+    box.pull([], [], True, True, opens=True, then_wait=True)
+
+
+def pulls_after(groups: int, backward: bool, gradients: bool, group: int) -> list[bool]:
+    """Whether each pull after that of a group's keys, or gradients, is of gradients: in the order
+    of :mod:`cp_dispatch.flex.grouped`, where keys of the next group set off before a kernel."""
+    order = [(False, 0)]
+    for i in range(groups):
+        if i + 1 < groups:
+            order.append((False, i + 1))
+        if backward:
+            order.append((True, i))
+    return [of_gradients for of_gradients, _ in order[order.index((gradients, group)) + 1 :]]
