@@ -86,7 +86,7 @@ def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
     if plan.handler != "cp_dispatch":
         return plan
     if call.attn_mask is None and not call.dropout_p:
-        plan = with_predictions(plan, mesh.device_type, False)
+        plan = with_predictions(plan, mesh.device_type)
     moved = carrier(mesh, plan.schedule, plan.mesh_dims)
     return dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.gather_plan import plan_of, slots_of
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox
 
 #: The mailbox where keys come, and then shares of their gradients.
 ROOM = "keys"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.copy_ops import rows_for
+from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.pair import Pair
 from cp_dispatch.schedules.prefix_plan import (
     keys_of,

@@ -19,7 +19,7 @@ from torch import Tensor
 from cp_dispatch.layouts import Geometry, RowGeometry
 from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import rows_for
+from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.wire import Part, collect
 
 # Bytes of a row's heads for one rank below which rows are packed before they are copied.
