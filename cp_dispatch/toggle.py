@@ -88,7 +88,8 @@ def enabled(schedule: str = "auto", layout=None):
     """:func:`enable` for the length of a ``with`` block or, as a decorator, of a function.
 
     Blocks nest: the end of the inner one restores the outer one's options, also when it raises.
-    Several threads may each have their own block.
+    Several threads may each have their own block. Arguments and errors are those of
+    :func:`enable`.
     """
     options = _checked(schedule, layout)
     with _lock, _undone_on_error():
