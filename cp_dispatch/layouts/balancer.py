@@ -239,6 +239,7 @@ def positive_int(value, name: str) -> int:
 
 
 def check_rank(rank: int, world_size: int) -> int:
+    """``rank``, if there is one of that number."""
     if not 0 <= rank < world_size:
         raise ContextParallelError(f"rank must be in 0..{world_size - 1}, got {rank}")
     return rank

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
 
+#: Bytes: where tensors start in a room.
+GRAIN = 256
+
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 # ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
 # of int32 of any GPU. Only ever called inside of ops. Pushes with CURRENT for a stream take the
@@ -43,6 +46,11 @@ def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
     packed by a kernel of the current stream where they are not so."""
     rows = [x.transpose(1, 2) for x in tensors]
     return [x if can_be_copied(x) else x.contiguous() for x in rows]
+
+
+def aligned(size: int) -> int:
+    """Bytes of a room that a tensor of ``size`` bytes takes, so that the next one starts well."""
+    return -(-size // GRAIN) * GRAIN
 
 
 def can_be_copied(rows: Tensor) -> bool:
