@@ -47,7 +47,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
 
     Args:
         schedule: of ``F.scaled_dot_product_attention``; the others have fewer to choose from, see
-            the README. ``"ring"``: keys travel; causal work in natural order is balanced by
+            ``docs/``. ``"ring"``: keys travel; causal work in natural order is balanced by
             exchanging half-shards with the mirror rank where that pays (``"natural_ring"``: never,
             ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
             every rank, where their shards are alike, else a ring. ``"one_call"``: the same for one
