@@ -24,6 +24,7 @@ from cp_dispatch.options import Options
 
 
 def debug_is_on() -> bool:
+    """Whether ``CP_DISPATCH_DEBUG`` is set; a trace has nobody to ask."""
     return os.environ.get("CP_DISPATCH_DEBUG", "0") not in ("", "0") and not is_tracing()
 
 
@@ -144,6 +145,7 @@ def _seed(call: Call) -> int:
 
 
 def local_shape_fits(tensor: DTensor) -> bool:
+    """Whether this rank's shard has the shape that the global shape implies."""
     spec, shape = dtensor_spec(tensor), list(tensor.shape)
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:

@@ -137,6 +137,7 @@ def local_tensors(local: LocalCall) -> tuple[Tensor, Tensor, Tensor, Tensor | No
 
 @functools.lru_cache(maxsize=512)
 def _choice(local: LocalCall, device: int, flags: tuple) -> int:
+    """What torch answers; ``device`` and ``flags``, which it looks at too, are for the cache."""
     with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings():
         # Torch warns of every reason before it raises; why_not.py asks for them.
         warnings.simplefilter("ignore")

@@ -34,10 +34,17 @@ def explain(
 ) -> Plan:
     """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
 
-    Takes the arguments of the call, DTensors or, inside a :func:`context_parallel` block, this
-    rank's shards, and returns a :class:`Plan`, which prints well. Computes nothing (but autocast's
-    casts, where that is on) and does not communicate, so of shards whose lengths only other ranks
-    know it assumes some, and says so; a call that would raise gives a plan with all the reasons.
+    Computes nothing (but autocast's casts, where that is on) and does not communicate, so of shards
+    whose lengths only other ranks know it assumes some, and says so.
+
+    Args:
+        query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)`` of any
+            floating dtype, also with other numbers of batch dims: DTensors or, inside a
+            :func:`context_parallel` block, this rank's shards.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: as the call has them.
+
+    Returns:
+        A :class:`Plan`, which prints well; of a call that would raise, one with all the reasons.
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if not torch.is_inference_mode_enabled():
@@ -86,7 +93,7 @@ def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
     if plan.handler != "cp_dispatch":
         return plan
     if call.attn_mask is None and not call.dropout_p:
-        plan = with_predictions(plan, mesh.device_type, False)
+        plan = with_predictions(plan, mesh.device_type)
     moved = carrier(mesh, plan.schedule, plan.mesh_dims)
     return dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
 

@@ -63,6 +63,7 @@ def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -
 
 
 def known(slot: tuple) -> Prepared | None:
+    """What :func:`learn` kept of calls like this one."""
     return _known.get(slot)
 
 

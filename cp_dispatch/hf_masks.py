@@ -122,7 +122,18 @@ def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
+def sliding_window(module: torch.nn.Module) -> int | None:
+    """That of an attention module of transformers, where it says so."""
+    config = getattr(module, "config", None)
+    # A config with kinds of layers does not say which kind this is; the module itself does.
+    whole = config if getattr(config, "layer_types", None) is None else None
+    window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
+    return window if isinstance(window, int) else None
+
+
 def _mask(context: PlainContext, theirs, given: dict):
+    """The mask of this rank's rows from the arguments of transformers' function, None where none is
+    needed. See Note [Masks of transformers]."""
     if not _NAMES <= given.keys():
         raise ContextParallelError(
             "this version of transformers makes its masks from other arguments than those that "
@@ -154,26 +165,7 @@ def _mask(context: PlainContext, theirs, given: dict):
     if padding is not None and of_keys == of_rows:
         (padding,) = unshard(mesh, [padding], [1], layout)
     if context.order_is_known and (layout is None or layout.seq_len == total):
-        wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
-        if layout is None and padding is not None:
-            # Behind nothing but padding they do count from 0.
-            wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
-        if wrong and not taken_by_the_model():
-            _refuse(
-                "this model takes no position_ids, and would count those of each shard from 0, on "
-                f"ranks {wrong} wrongly; give it DTensors and cp_dispatch.enable() instead, inside "
-                "torch.distributed.tensor.experimental.implicit_replication()",
-                ranks,
-                ". If it needs no positions, ",
-            )
-        if wrong:
-            _refuse(
-                f"position_ids count on from 0 on ranks {wrong}, which hold other positions, as "
-                "they do where none are given; pass position_ids of the whole sequence, as one "
-                "more of the buffers",
-                ranks,
-                ". If they are right, because packed documents begin there, ",
-            )
+        _check_positions(layout, padding, of_rows, counted, ranks)
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     if plain and ((skips[0] and (window is None or total < window)) or (skips[1] and not window)):
@@ -187,24 +179,52 @@ def _mask(context: PlainContext, theirs, given: dict):
             'tail"), a balancer, or balancer=None for natural order',
             ranks,
         )
-    device, rank = given["device"], mesh.get_local_rank()
-    if layout is None:
-        own = chunk(Span(0, total), mesh.size())[rank]
-        positions = torch.arange(own.position, own.position + own.length, device=device)
-    elif layout.rows == 1:
-        positions = layout.positions(rank, device)[0]
-    else:
+    if layout is not None and layout.rows > 1:
         _refuse(f"a mask by positions does not know the rows of {type(layout).__name__}", ranks)
+    positions = _positions(mesh, layout, total, given["device"])
     return theirs(
         **given
         | {
             "kv_length": total,
-            "q_offset": positions - torch.arange(rows, device=device),
+            "q_offset": positions - torch.arange(rows, device=positions.device),
             "attention_mask": padding,
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
         }
     )
+
+
+def _check_positions(layout, padding, of_rows, counted, ranks: list[list[int]]) -> None:
+    """Refuse positions that count on from 0 on ranks that hold others."""
+    wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
+    if layout is None and padding is not None:
+        # Behind nothing but padding they do count from 0.
+        wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
+    if wrong and not taken_by_the_model():
+        _refuse(
+            "this model takes no position_ids, and would count those of each shard from 0, on "
+            f"ranks {wrong} wrongly; give it DTensors and cp_dispatch.enable() instead, inside "
+            "torch.distributed.tensor.experimental.implicit_replication()",
+            ranks,
+            ". If it needs no positions, ",
+        )
+    if wrong:
+        _refuse(
+            f"position_ids count on from 0 on ranks {wrong}, which hold other positions, as "
+            "they do where none are given; pass position_ids of the whole sequence, as one "
+            "more of the buffers",
+            ranks,
+            ". If they are right, because packed documents begin there, ",
+        )
+
+
+def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:
+    """``(L,)``: the true positions of this rank's rows, the same in every batch row."""
+    rank = mesh.get_local_rank()
+    if layout is not None:
+        return layout.positions(rank, device)[0]
+    own = chunk(Span(0, total), mesh.size())[rank]
+    return torch.arange(own.position, own.position + own.length, device=device)
 
 
 def _tell(mesh, own: tuple) -> list[list[int]]:

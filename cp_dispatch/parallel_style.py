@@ -24,7 +24,7 @@ from cp_dispatch.flex.style import (
     value_at,
 )
 from cp_dispatch.fused_modules import no_fast_path
-from cp_dispatch.hf_masks import check_implementation
+from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
@@ -108,7 +108,9 @@ class ContextParallel(ParallelStyle):
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
         module.in_context_parallel = _NotPickled()
-        module.forward = types.MethodType(self._forward(device_mesh, _window(module), own), module)
+        module.forward = types.MethodType(
+            self._forward(device_mesh, sliding_window(module), own), module
+        )
         if isinstance(module, nn.MultiheadAttention):
             # An encoder layer in eval mode takes its attention's parameters for a kernel of its
             # own and never calls it, unless something is hooked to it.
@@ -155,7 +157,7 @@ class ContextParallel(ParallelStyle):
         args, kwargs = map_tensors(local, (args, kwargs))
         context = self._context(
             mesh,
-            _window(module),
+            sliding_window(module),
             [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
             [x.shape[self.seq_dim] for x in wholes],
         )
@@ -292,12 +294,3 @@ class _NotPickled:
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:
     pass
-
-
-def _window(module: nn.Module) -> int | None:
-    """The sliding window of an attention module of transformers, where it says so."""
-    config = getattr(module, "config", None)
-    # A config with kinds of layers does not say which kind this is; the module itself does.
-    whole = config if getattr(config, "layer_types", None) is None else None
-    window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
-    return window if isinstance(window, int) else None

@@ -57,6 +57,7 @@ def check_order(mesh: DeviceMesh, balancer) -> None:
 
 
 def check_balancer(balancer) -> None:
+    """Raise a ContextParallelError for what is no order of a block."""
     if balancer is None or isinstance(balancer, Balancer):
         return
     if not isinstance(balancer, str) or balancer not in ORDERS:
@@ -67,6 +68,7 @@ def check_balancer(balancer) -> None:
 
 
 def words(context: PlainContext, call: Call) -> str:
+    """The call on plain shards, for messages."""
     mesh, order = context.mesh, context.balancer
     return (
         f"{call.describe()}\nas this rank's shards inside context_parallel over {mesh.size()} "
@@ -75,6 +77,7 @@ def words(context: PlainContext, call: Call) -> str:
 
 
 def refuse(context: PlainContext, call: Call, reason: str):
+    """Raise a ContextParallelError that says what was given."""
     error = ContextParallelError(
         f"scaled_dot_product_attention on plain shards is refused: {reason}.\n"
         f"Given:\n{words(context, call)}"

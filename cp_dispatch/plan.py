@@ -42,6 +42,7 @@ class Plan:
         backward_schedule: that of its backward, where it is another one.
         layout: in which order the shards lie, None for natural order.
         mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
+        is_causal: the argument of the call.
         mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
         ring_shape: their sizes.
         query_length, key_length: global lengths in positions.
@@ -121,6 +122,7 @@ class Plan:
 
     @property
     def geometry(self) -> Geometry | RowGeometry:
+        """Who owns which rows and keys, and computes which tiles."""
         if self.owners is not None:
             return self.owners
         return SCHEDULES[self.schedule_name].geometry(

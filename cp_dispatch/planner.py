@@ -105,15 +105,16 @@ def of_two(first: Plan, second: Plan) -> Plan:
     )
 
 
-def with_predictions(plan: Plan, device_type: str, own_rows: bool) -> Plan:
-    """A settled plan with the predicted time of every schedule, for people."""
+def with_predictions(plan: Plan, device_type: str) -> Plan:
+    """The settled plan of a call without a mask, with the predicted time of every schedule, for
+    people."""
     constants = constants_here(device_type)
     if constants is None or plan.world_size == 1 or not plan.can_choose:
         return plan
     ring = dataclasses.replace(
         plan, schedule="ring", head_ranks=1, head_groups=1, across="", reasons=()
     )
-    found = alternatives(ring, device_type, own_rows, constants)
+    found = alternatives(ring, device_type, False, constants)
     return dataclasses.replace(
         plan, predictions=tuple((x.op_schedule, *prediction) for x, prediction in found)
     )

@@ -197,11 +197,13 @@ def _placement_refusals(call: Call) -> list[str]:
 
 
 def label(tensor: DTensor, dim: int) -> str:
+    """A mesh dim's name, for messages."""
     names = tensor.device_mesh.mesh_dim_names
     return names[dim] if names else f"mesh dim {dim}"
 
 
 def ascends(mesh, dims: tuple[int, ...]) -> bool:
+    """Whether the ranks that differ in these mesh dims alone ascend."""
     # A process group keeps its ranks sorted, and the ring's order must be the shards'.
     with disable_current_modes():
         rings = mesh.mesh.movedim(dims, tuple(range(-len(dims), 0)))

@@ -47,7 +47,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
 
     Args:
         schedule: of ``F.scaled_dot_product_attention``; the others have fewer to choose from, see
-            the README. ``"ring"``: keys travel; causal work in natural order is balanced by
+            ``docs/``. ``"ring"``: keys travel; causal work in natural order is balanced by
             exchanging half-shards with the mirror rank where that pays (``"natural_ring"``: never,
             ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
             every rank, where their shards are alike, else a ring. ``"one_call"``: the same for one
@@ -88,7 +88,8 @@ def enabled(schedule: str = "auto", layout=None):
     """:func:`enable` for the length of a ``with`` block or, as a decorator, of a function.
 
     Blocks nest: the end of the inner one restores the outer one's options, also when it raises.
-    Several threads may each have their own block.
+    Several threads may each have their own block. Arguments and errors are those of
+    :func:`enable`.
     """
     options = _checked(schedule, layout)
     with _lock, _undone_on_error():

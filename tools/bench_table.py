@@ -15,6 +15,10 @@ import re
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+def steps_of(row: dict) -> str:
+    return "1 step" if row["steps"] == 1 else f"{row['steps']} steps"
+
+
 def table(record: dict) -> str:
     """Share kept of each implementation, and extra memory of a forward and backward by kernel."""
     rows = [row for row in record["rows"] if "kept" in row]
@@ -43,7 +47,7 @@ def table(record: dict) -> str:
         "",
         f"{one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x {record['card']}, "
         f"{'causal' if one['causal'] else 'not causal'}, {one['dtype']}, {heads} query and "
-        f"{key_heads} key/value heads of {one['head_dim']}, {one['steps']} steps per timed round, "
+        f"{key_heads} key/value heads of {one['head_dim']}, {steps_of(one)} per timed round, "
         f"{'replayed as CUDA graphs, ' if one.get('cuda_graph') else ''}"
         f"torch {record['torch']}, {record['date']}.",
     ]
@@ -133,7 +137,7 @@ def flex_table(record: dict) -> str:
         "",
         f"FlexAttention, {one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x "
         f"{record['card']}, {one['dtype']}, {heads} query and {key_heads} key/value heads of "
-        f"{one['head_dim']}, {masks}{one['steps']} steps per timed round; "
+        f"{one['head_dim']}, {masks}{steps_of(one)} per timed round; "
         f"{'replayed as CUDA graphs; ' if one.get('cuda_graph') else ''}sent: by the rank that "
         f"sends most, forward. torch {record['torch']}, {record['date']}.",
     ]

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+)
 
 import cp_dispatch
 
@@ -46,14 +51,14 @@ def run(attend, query, key, value, grad, bias, block_mask, device) -> dict:
     trains = device == "cuda"
     inputs = [x.detach().requires_grad_(trains) for x in (query, key, value)]
     bias = bias.detach().requires_grad_(trains)
-    out, lse = attend(
+    out, aux = attend(
         *inputs, score_mod=relative_bias(bias), block_mask=block_mask, enable_gqa=True,
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    results = {"output": out, "logsumexp": lse}
+    results = {"output": out, "logsumexp": aux.lse}
     if trains:
         # A loss of both, so that autograd has a gradient for both.
-        loss = (out * grad).sum() + lse.sum()
+        loss = (out * grad).sum() + aux.lse.sum()
         grads = torch.autograd.grad(loss, [*inputs, bias])
         results |= dict(zip(("dQ", "dK", "dV", "dBias"), grads, strict=True))
     return results

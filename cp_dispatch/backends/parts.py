@@ -28,6 +28,8 @@ class Part(NamedTuple):
 
 
 def cut(part: Part, query: Tensor, key: Tensor, value: Tensor, *like_query: Tensor | None):
+    """The part's heads or batch rows of each tensor; dims of 1, as masks have, stay."""
+
     def narrow(tensor, groups):
         if tensor is None or tensor.size(part.dim) == 1:
             return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cp_dispatch.layouts import Span, chunk_spans, from_text
@@ -58,3 +59,12 @@ def ownership(
 ) -> Ownership:
     """The same object for the same arguments: its spans are made once."""
     return Ownership(length, ring_shape, layout, batch)
+
+
+def rank_at(coordinate: Sequence[int], ring_shape: Sequence[int]) -> int:
+    """The rank, among those of a ring over mesh dims of these sizes, with these coordinates in
+    them: the first dim is the slowest."""
+    rank = 0
+    for at, size in zip(coordinate, ring_shape, strict=True):
+        rank = rank * size + at
+    return rank

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from cp_dispatch.by_need.ownership import Ownership, ownership
+from cp_dispatch.by_need.ownership import Ownership, ownership, rank_at
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, of_tables
 from cp_dispatch.layouts import Balancer
@@ -169,7 +169,4 @@ def _rank(mesh: DeviceMesh) -> int:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ContextParallelError(f"this rank is not part of the mesh {mesh.mesh.tolist()}")
-    rank = 0
-    for at, size in zip(coordinate, mesh.shape, strict=True):
-        rank = rank * size + at
-    return rank
+    return rank_at(coordinate, mesh.shape)

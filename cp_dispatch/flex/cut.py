@@ -54,6 +54,7 @@ class Touched(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def touched(owned: Ownership, rank: int, block: int) -> Touched:
+    """What the blocks of ``rank``'s rows cover; ``block`` is the number of rows of a block."""
     rows = owned.rows(rank)
     starts = range(0, rows, block)
     lanes = []
@@ -174,6 +175,7 @@ def packed_shapes(batch, heads, rows, columns, has_full: bool) -> list[tuple | N
 
 
 def packed_size(shapes) -> int:
+    """Elements of what :func:`pack` makes of fields of these shapes."""
     return sum(_padded(shape) for shape in shapes if shape is not None)
 
 

@@ -23,11 +23,17 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
     """What ``flex_attention(query, key, value, block_mask=block_mask)`` would do here and now.
 
     Looks at the block mask, so it says how many rows of keys each rank would send. Computes
-    nothing, does not communicate; a call that would raise gives a plan with all the reasons.
+    nothing, does not communicate.
 
     Args:
         query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype.
-        block_mask: a torch ``BlockMask`` for the whole sequence, or None.
+        block_mask: a torch ``BlockMask`` for the whole sequence, this rank's rows of one
+            (:func:`cp_dispatch.create_cp_block_mask`), or None. Of own rows nobody knows what
+            others need, and the plan does not say how many rows each rank sends.
+
+    Returns:
+        A :class:`FlexPlan`, which prints well; of a call that would raise, one with all the
+        reasons.
     """
     from cp_dispatch.toggle import current_options
 

@@ -36,6 +36,7 @@ def register(flight) -> Tensor:
 
 
 def find(token: Tensor):
+    """The flight of a token, None if it is gone or was never here."""
     return _flights.get(int(token))
 
 

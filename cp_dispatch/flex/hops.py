@@ -65,6 +65,7 @@ class Window(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def window(keys: Ownership, owner: int, block: int) -> Window:
+    """The window of an owner's keys; ``block`` is the number of keys of a block."""
     spans = keys.spans(owner)
     blocks = sorted(
         {i for position, n in spans for i in range(position // block, -(-(position + n) // block))}

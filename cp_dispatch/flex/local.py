@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
-from cp_dispatch.by_need.ownership import Ownership, ownership
+from cp_dispatch.by_need.ownership import Ownership, ownership, rank_at
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
@@ -46,10 +46,7 @@ class LocalFlex:
     @functools.cached_property
     def rank(self) -> int:
         """Among those that share the sequence."""
-        rank = 0
-        for dim, size in zip(self.plan.mesh_dims, self.plan.ring_shape, strict=True):
-            rank = rank * size + self._coordinate[dim]
-        return rank
+        return rank_at([self._coordinate[dim] for dim in self.plan.mesh_dims], self.plan.ring_shape)
 
     @functools.cached_property
     def part(self) -> list[int]:

@@ -57,6 +57,7 @@ def runs(needed: torch.Tensor, block: int, keys: Ownership) -> tuple[Span, ...]:
 
 
 def everything(queries: Ownership, keys: Ownership) -> Needs:
+    """Every rank needs all keys."""
     whole = (Span(0, keys.length),) if keys.length else ()
     return ((whole,) * queries.lanes,) * queries.world_size
 

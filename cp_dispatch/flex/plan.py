@@ -210,4 +210,5 @@ def _key_row_bytes(call: FlexCall) -> int:
 
 
 def in_words(plan: FlexPlan, call: FlexCall) -> FlexPlan:
+    """The plan with what only people read."""
     return dataclasses.replace(plan, call=call.describe())

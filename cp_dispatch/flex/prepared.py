@@ -89,7 +89,7 @@ class KeysWay(_Way):
         box.wait_for_readers()
         _copy(self.first, given)
         now = not self.meanwhile
-        box.pull(_seen(self.places, given), self.there, True, True, True, then_wait=now)
+        box.pull(_seen(self.places, given), self.there, then_wait=now)
         if not now:
             _copy(self.meanwhile, given)
             box.wait()
@@ -133,7 +133,7 @@ class GradientsWay(_Way):
         _copy(self.staged, given)
         places = came if self.by_row is None else _seen(self.places, given)
         now = not self.own
-        box.pull(places, self.there, True, True, True, then_wait=now)
+        box.pull(places, self.there, then_wait=now)
         if not now:
             _copy(self.own, given)
             box.wait()

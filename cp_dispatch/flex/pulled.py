@@ -125,7 +125,7 @@ class PulledKeys(_Pulled):
         return self._exchange.offer(self._own, (key, value))
 
     def fetch(self, buffer: Tensor) -> None:
-        self.box.pull(self._places(buffer), self._there, True, True, opens=True, then_wait=True)
+        self.box.pull(self._places(buffer), self._there, then_wait=True)
 
     def _places(self, buffer: Tensor) -> list[Tensor]:
         into = buffer.flatten(2).flatten(0, 1)
@@ -164,7 +164,7 @@ class PulledKeys(_Pulled):
         packed = self.packed(buffer)
         copy_all(self.offer(key, value) + self._exchange.own_places(key, value, buffer))
         _, there, places = self.views_for(buffer, packed)
-        self.box.pull(places, there, True, True, opens=True, then_wait=True)
+        self.box.pull(places, there, then_wait=True)
         if packed is not None:
             copy_all(self._exchange.unpacked(packed, buffer))
 
@@ -206,13 +206,13 @@ class PulledGradients(_Pulled):
         else:
             (gathered,) = aside
             places = self.places(gathered)
-            self.box.pull(places, self._there, True, True, opens=True, then_wait=True)
+            self.box.pull(places, self._there, then_wait=True)
             self._sum_by_row(grads, gathered)
 
     def _pull(self) -> list[Tensor]:
         """What each peer has computed of this rank's rows, once the current stream has it."""
         came = [self._own.new_empty(rows.shape) for rows in self._there]
-        self.box.pull(came, self._there, True, True, opens=True, then_wait=True)
+        self.box.pull(came, self._there, then_wait=True)
         return came
 
     def _sum_by_row(self, grads: Sequence[Tensor], gathered: Tensor) -> None:
@@ -231,7 +231,7 @@ class PulledGradients(_Pulled):
             add_up(grads, self.parts(grad_key, grad_value, grads, self._pull()), sums.places)
             return
         gathered = self._own.new_empty((sums.by_row.rows, self._own.size(1)))
-        self.box.pull(self.places(gathered), self._there, True, True, opens=True)
+        self.box.pull(self.places(gathered), self._there)
         copy_all(self.own_into(gathered, grad_key, grad_value))
         self.box.wait()
         self._sum_by_row(grads, gathered)

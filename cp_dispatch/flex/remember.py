@@ -38,6 +38,7 @@ def remember(kernel_options: dict, options: Options) -> None:
 
 
 def remembered(kernel_options: dict) -> Options | None:
+    """The options that the forward ran under; None where nobody noted them."""
     note = kernel_options.get(_KEY)
     return None if note is None else note.options
 

@@ -86,6 +86,7 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum, in which None is 0."""
     return a if b is None else b if a is None else a + b
 
 

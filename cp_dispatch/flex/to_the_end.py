@@ -47,7 +47,7 @@ class ToTheEnd:
 
 
 def _flags_of(box: Mailbox) -> None:
-    box.pull([], [], True, True, opens=True, then_wait=True)
+    box.pull([], [], then_wait=True)
 
 
 def pulls_after(groups: int, backward: bool, gradients: bool, group: int) -> list[bool]:

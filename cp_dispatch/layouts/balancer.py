@@ -96,7 +96,10 @@ class Balancer:
             return inverse_permutation(self.indices, check=False)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE."""
+        """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE.
+
+        A new tensor on ``device``, by default the CPU.
+        """
         start = sum(self.shard_lengths[: check_rank(rank, self.world_size)])
         return self.indices[:, start : start + self.shard_lengths[rank]].to(device, copy=True)
 
@@ -236,6 +239,7 @@ def positive_int(value, name: str) -> int:
 
 
 def check_rank(rank: int, world_size: int) -> int:
+    """``rank``, if there is one of that number."""
     if not 0 <= rank < world_size:
         raise ContextParallelError(f"rank must be in 0..{world_size - 1}, got {rank}")
     return rank

@@ -34,7 +34,8 @@ class BlockBalanced(Balancer):
     Args:
         work_or_block_mask: work of each block of query rows, as numbers: one sequence for all
             rows of the batch, or one per row. Or a torch ``BlockMask``: the work of a query block
-            is the number of its key blocks, of all heads together.
+            is the number of its key blocks, of all heads together; read on the host, which waits
+            for the GPU.
         world_size: number of ranks W, which must divide the number of blocks.
         block_size: rows per block; by default that of the ``BlockMask``, or 128.
         near: let ranks need few keys of each other, at the price of work within 1% of the mean:
@@ -43,6 +44,10 @@ class BlockBalanced(Balancer):
             Which keys blocks need is guessed from their work, well for causal documents and
             windows; a wrong guess costs traffic only. Takes some 30 ms for 1,024 blocks of
             documents on 4 ranks, half a second for 4,096 on 64.
+
+    Raises:
+        ContextParallelError: where ranks do not divide the blocks, or blocks the sequence, and for
+            work that is no number of at least 0, one for each block.
     """
 
     block_work: tuple[tuple[float, ...], ...]
@@ -78,6 +83,9 @@ class BlockBalanced(Balancer):
 
         ``doc_lengths`` is that of :class:`~cp_dispatch.layouts.PerDocumentHeadTail`; ``[S]`` is
         one causal sequence.
+
+        Raises:
+            ContextParallelError: also where ``block_size`` does not divide the sequence.
         """
         rows = document_rows(doc_lengths)
         length, block_size = sum(rows[0]), positive_int(block_size, "block_size")
@@ -99,10 +107,12 @@ class BlockBalanced(Balancer):
 
     @property
     def seq_len(self) -> int:
+        """Positions of the whole sequence."""
         return self.blocks * self.block_size
 
     @property
     def rows(self) -> int:
+        """1 if all rows of the batch have the same work, else the batch size."""
         return len(self.block_work)
 
     def __repr__(self) -> str:

@@ -37,6 +37,9 @@ class PerDocumentHeadTail(Balancer):
         doc_lengths: lengths of the documents in order, for every row of the batch alike; or one
             such sequence per row, all with the same total S.
         world_size: number of ranks, W.
+
+    Raises:
+        ContextParallelError: for numbers that are no positive ints, or rows whose totals differ.
     """
 
     doc_lengths: tuple[tuple[int, ...], ...]
@@ -48,10 +51,12 @@ class PerDocumentHeadTail(Balancer):
 
     @property
     def rows(self) -> int:
+        """1 if all rows of the batch have the same documents, else the batch size."""
         return len(self.doc_lengths)
 
     @functools.cached_property
     def seq_len(self) -> int:
+        """Positions of the whole sequence."""
         return sum(self.doc_lengths[0])
 
     @functools.cached_property

@@ -28,6 +28,9 @@ class HeadTail(Balancer):
     Args:
         seq_len: positions of the sequence, S.
         world_size: number of ranks, W.
+
+    Raises:
+        ContextParallelError: where one of them is no positive int.
     """
 
     seq_len: int

@@ -1,11 +1,17 @@
-"""The ops by which streams copy to other GPUs and tell each other so (``csrc/peers_cuda.cu``); see
-:mod:`cp_dispatch.schedules.mailbox` for the protocol."""
+"""The ops by which streams copy to other GPUs and tell each other so (``csrc/peers_cuda.cu``), and
+which tensors they copy as they lie; see :mod:`cp_dispatch.schedules.mailbox` for the protocol."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
+
+#: Bytes: where tensors start in a room.
+GRAIN = 256
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 # ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
@@ -33,3 +39,24 @@ raise_flags = torch.ops.cp_dispatch.raise_flags.default
 push_slabs = torch.ops.cp_dispatch.push_slabs.default
 push_rows = torch.ops.cp_dispatch.push_rows.default
 join_streams = torch.ops.cp_dispatch.join_streams.default
+
+
+def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
+    packed by a kernel of the current stream where they are not so."""
+    rows = [x.transpose(1, 2) for x in tensors]
+    return [x if can_be_copied(x) else x.contiguous() for x in rows]
+
+
+def aligned(size: int) -> int:
+    """Bytes of a room that a tensor of ``size`` bytes takes, so that the next one starts well."""
+    return -(-size // GRAIN) * GRAIN
+
+
+def can_be_copied(rows: Tensor) -> bool:
+    """Whether copies take ``(B, ...)`` as it lies: batch rows in one piece, and no nearer than they
+    are long, as those of an expanded tensor are, nor 2 GiB apart: CUDA copies neither."""
+    if rows.size(0) < 2:
+        return rows.is_contiguous()
+    row, pitch = rows[0], rows.stride(0)
+    return row.is_contiguous() and row.numel() <= pitch < 2**31 // rows.itemsize

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.copy_ops import aligned, rows_for
 from cp_dispatch.schedules.gather_plan import plan_of, slots_of
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox
 
 #: The mailbox where keys come, and then shares of their gradients.
 ROOM = "keys"
@@ -133,7 +134,7 @@ class _Rooms:
             view = box.at(ring.rank, end, math.prod(shape), tensor.dtype).view(shape)
             own.append(view.transpose(1, 2))
             starts.append(end)
-            end += _aligned(ring.world_size * tensor.nbytes)
+            end += aligned(ring.world_size * tensor.nbytes)
         self.own, self.moves = tuple(own), []
         for step in range(ring.world_size):
             # No two ranks push to one at a time; the nearest first, oneself last.
@@ -149,8 +150,4 @@ class _Rooms:
 
 
 def _room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:
-    return sum(_aligned(world_size * x.nbytes) for x in (key, value))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
+    return sum(aligned(world_size * x.nbytes) for x in (key, value))

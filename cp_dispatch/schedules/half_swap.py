@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import can_be_copied
+from cp_dispatch.schedules.copy_ops import can_be_copied
 
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 

@@ -17,9 +17,10 @@ from cp_dispatch.layouts import Geometry
 from cp_dispatch.merge import token_major
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
 from cp_dispatch.schedules.gradients import KeyShare
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.pair import Pair
 
 

@@ -24,9 +24,10 @@ from torch import Tensor
 from cp_dispatch._compat import current_raw_stream
 from cp_dispatch.merge import plain_batch, to_token_major, token_major
 from cp_dispatch.parts import way_to_add
+from cp_dispatch.schedules.copy_ops import can_be_copied, rows_for
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
-from cp_dispatch.schedules.mailbox import Mailbox, can_be_copied, on_default_stream, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox, on_default_stream
 from cp_dispatch.schedules.prefix_keys import PushedPrefixes, prefix_keys
 from cp_dispatch.schedules.prefix_plan import gradient_parcels, prefixes_of
 

@@ -22,7 +22,7 @@ note down which steps a call has done, so that one that fails gets to its end (:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, MutableSequence, Sequence
+from collections.abc import Hashable, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -130,8 +130,8 @@ class Mailbox:
         """Start copying to rooms of peers (and one's own) and taking what others, if not the same,
         copy here; after :meth:`open` with those.
 
-        ``sources`` come from :func:`rows_for`. If they were ready at :meth:`open`, the copies do
-        not wait for what the current stream has got to do since.
+        ``sources`` come from :func:`~cp_dispatch.schedules.copy_ops.rows_for`. If they were ready
+        at :meth:`open`, the copies do not wait for what the current stream has got to do since.
         """
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
@@ -192,29 +192,23 @@ class Mailbox:
         self,
         targets: Sequence[Tensor],
         sources: Sequence[Tensor],
-        first: bool,
-        last: bool,
-        opens: bool = False,
         then_wait: bool = False,
     ) -> None:
-        """Start copying from rooms of peers, who have called :meth:`open` when they are full: the
-        flags the other way round, "free" that a room can be read and "full" that it was. The first
-        of several pulls waits for all peers' rooms, the last one until they have read this one.
-        ``opens``: the call is :meth:`open` too, ``then_wait``: and :meth:`wait`."""
+        """Offer one's own room, which is full, and start copying from those of all peers: the flags
+        the other way round, "free" that a room can be read and "full" that it was. Ends once all
+        have read this one. ``then_wait``: the call is :meth:`wait` too."""
+        if torch.cuda.is_current_stream_capturing():
+            self.is_in_a_graph = True
+        self.let_side_follow()
         there, here = self._all
         self.pulls += 1
-        if opens:
-            if torch.cuda.is_current_stream_capturing():
-                self.is_in_a_graph = True
-            self.let_side_follow()
         push_slabs(
-            targets, sources, self._own, there[_FREE] if opens else (),
-            here[_FREE] if first else (), there[_FULL] if last else (),
-            here[_FULL] if last else (), self._stream, opens, then_wait,
+            targets, sources, self._own, there[_FREE], here[_FREE], there[_FULL], here[_FULL],
+            self._stream, True, then_wait,
         )  # fmt: skip
         self._is_quiet = then_wait and on_default_stream(self.device)
         self._were_read = None
-        if last and self._is_carried_by_the_current_stream():
+        if self._is_carried_by_the_current_stream():
             self._were_read = torch.cuda.current_stream(self.device).record_event()
 
     def _is_carried_by_the_current_stream(self) -> bool:
@@ -303,19 +297,3 @@ def on_default_stream(device: torch.device) -> bool:
 
 def _of(flags: list[int], ranks: Sequence[int]) -> list[int]:
     return [flags[rank] for rank in ranks]
-
-
-def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
-    packed by a kernel of the current stream where they are not so."""
-    rows = [x.transpose(1, 2) for x in tensors]
-    return [x if can_be_copied(x) else x.contiguous() for x in rows]
-
-
-def can_be_copied(rows: Tensor) -> bool:
-    """Whether copies take ``(B, ...)`` as it lies: batch rows in one piece, and no nearer than they
-    are long, as those of an expanded tensor are, nor 2 GiB apart: CUDA copies neither."""
-    if rows.size(0) < 2:
-        return rows.is_contiguous()
-    row, pitch = rows[0], rows.stride(0)
-    return row.is_contiguous() and row.numel() <= pitch < 2**31 // rows.itemsize

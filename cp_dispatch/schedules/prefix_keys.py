@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.copy_ops import GRAIN, aligned, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.pair import Pair
 from cp_dispatch.schedules.prefix_plan import (
     keys_of,
@@ -27,7 +28,7 @@ def prefix_keys(
     rows = most_keys(geometry)
     per_key = (key.nbytes + value.nbytes) // max(1, key.size(2))
     # The same on every rank, or they would not all make the room.
-    box = ring.mailbox("prefixes", _aligned(rows * per_key) + _GRAIN)
+    box = ring.mailbox("prefixes", aligned(rows * per_key) + GRAIN)
     if box is None:
         return GatheredPrefixes(key, value, geometry, ring)
     return PushedPrefixes(key, value, geometry, ring, box)
@@ -108,19 +109,12 @@ def _rooms(key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mail
                 moves += box.move(
                     index, parcel.place, parcel.length, peer, offset + at * row, keys * row
                 )
-                offset += _aligned(tensor.size(0) * keys * row)
+                offset += aligned(tensor.size(0) * keys * row)
     own, offset, keys = [], 0, keys_of(geometry, ring.rank)
     for tensor in (key, value):
         batch, heads, _, dim = tensor.shape
         shape = batch, keys, heads, dim
         view = box.at(ring.rank, offset, math.prod(shape), tensor.dtype).view(shape)
         own.append(view.transpose(1, 2))
-        offset += _aligned(view.nbytes)
+        offset += aligned(view.nbytes)
     return moves, tuple(own)
-
-
-_GRAIN = 256
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _GRAIN) * _GRAIN

@@ -19,7 +19,7 @@ from torch import Tensor
 from cp_dispatch.layouts import Geometry, RowGeometry
 from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import rows_for
+from cp_dispatch.schedules.copy_ops import aligned, rows_for
 from cp_dispatch.schedules.wire import Part, collect
 
 # Bytes of a row's heads for one rank below which rows are packed before they are copied.
@@ -83,7 +83,7 @@ class Room:
             self.places.append(end)
             self.shapes.append(shape)
             self.dtypes.append(part.dtype)
-            end += -(-math.prod(shape) * part.dtype.itemsize // 256) * 256
+            end += aligned(math.prod(shape) * part.dtype.itemsize)
         self.size = end
 
     def views(self, box, rank: int) -> list[Tensor]:

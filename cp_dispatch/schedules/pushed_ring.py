@@ -23,9 +23,10 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry
 from cp_dispatch.merge import token_major
 from cp_dispatch.parts import add_up
+from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.gradients import KeyShare, window_of
 from cp_dispatch.schedules.job import Job
-from cp_dispatch.schedules.mailbox import Mailbox, rows_for
+from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.pair import Pair
 
 

@@ -91,6 +91,7 @@ def _not_cumulative(name: str, starts: Sequence[int], length: int) -> Iterator[s
 
 
 def lengths(starts: Sequence[int]) -> list[int]:
+    """How long each document is."""
     return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
 
 

@@ -30,13 +30,17 @@ def explain_varlen(
 ) -> VarlenPlan:
     """What ``varlen_attn`` of these arguments would do here and now.
 
-    Looks at the documents, so it says how many rows of keys each rank would send. Computes nothing,
-    does not communicate; a call that would raise gives a plan with all the reasons.
+    Looks at the documents, for which the host waits, so it says how many rows of keys each rank
+    would send. Computes nothing, does not communicate.
 
     Args:
         query, key, value: ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``, any dtype.
         cu_seq_q, cu_seq_k: ``(documents + 1,)`` int32, of the whole sequence.
         window_size: ``(left, right)``, -1 for all.
+
+    Returns:
+        A :class:`VarlenPlan`, which prints well; of a call that would raise, one with all the
+        reasons.
     """
     from cp_dispatch.toggle import current_options, plain_context
 

@@ -178,12 +178,8 @@ def _autograd(function, op):
     return autograd_kernel
 
 
-for _schema, _kernel, _fake, _function in zip(
-    SCHEMAS,
-    (_forward, _backward),
-    (_forward_fake, _backward_fake),
-    (VarlenAttention, VarlenAttentionBackward),
-    strict=True,
+for _schema, _kernel, _fake in zip(
+    SCHEMAS, (_forward, _backward), (_forward_fake, _backward_fake), strict=True
 ):
     _name = _schema.split("(")[0]
     # They wait for the host where documents are new.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
+from cp_dispatch.by_need.ownership import rank_at
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
@@ -47,9 +48,7 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
     """What the op takes after query, key and value."""
     mesh = call.query.device_mesh
     coordinate = mesh.get_coordinate() or (0,) * mesh.ndim
-    rank = 0
-    for dim, size in zip(plan.mesh_dims, plan.ring_shape, strict=True):
-        rank = rank * size + coordinate[dim]
+    rank = rank_at([coordinate[dim] for dim in plan.mesh_dims], plan.ring_shape)
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
         # What a trace's graph holds of this rank enters the keys of caches on disk.

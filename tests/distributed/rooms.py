@@ -112,18 +112,15 @@ class Box:
         self._raise("full", peers)
         self._take("full", coming)
 
-    def pull(self, targets, sources, first, last, opens=False, then_wait=False) -> None:
+    def pull(self, targets, sources, then_wait=False) -> None:
         self.pulls += 1
-        if opens:
-            self.open()
-        if first:
-            self._take("free", self._peers)
+        self.open()
+        self._take("free", self._peers)
         self._copy(targets, sources)
-        if last:
-            self._raise("full", self._peers)
-            self._take("full", self._peers)
-            # NaN for whoever reads it yet.
-            self._memory[self._rank].fill_(255)
+        self._raise("full", self._peers)
+        self._take("full", self._peers)
+        # NaN for whoever reads it yet.
+        self._memory[self._rank].fill_(255)
 
     def _copy(self, targets, sources) -> None:
         own = self._memory[self._rank].untyped_storage().data_ptr()

@@ -1,6 +1,6 @@
 """The extension's CUDA kernels against their twins on the same device.
 
-``-m gpu -k "not large"`` is quick enough for ``compute-sanitizer``; see ``csrc/README.md``.
+``csrc/README.md`` says which of them are quick enough for ``compute-sanitizer``.
 """
 
 from __future__ import annotations

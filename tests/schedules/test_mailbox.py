@@ -60,7 +60,7 @@ def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
     box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
     box.side, box.is_in_a_graph = mock.Mock(), False
-    box._is_ahead, box._were_read = False, None
+    box._is_ahead, box._were_read, box.pulls = False, None, 0
     box._steps, box._marks = steps, [(name, step) for step in range(3)]
     return box
 
@@ -106,7 +106,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
 
     queue = [
         lambda: box.open(),
-        lambda: box.pull([], [], True, True),
+        lambda: box.pull([], []),
         lambda: box.push([], []),
         lambda: box.push_rows([], []),
     ]
@@ -147,7 +147,7 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
     ways = [
         (box.open, ["raise_flags"]),
         (lambda: box.push_rows([], [], opens=True), ["push_rows"]),
-        (lambda: box.pull([], [], True, True, opens=True), ["push_slabs"]),
+        (lambda: box.pull([], []), ["push_slabs"]),
     ]
     for way, alone in ways:
         assert logged(pushes) == ["join_streams", "push_rows"], "others' work on the box first"
@@ -178,7 +178,7 @@ def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
     def pulls(stream: int) -> None:
         nonlocal current
         current = stream
-        box.pull([], [], True, True, True, then_wait=True)
+        box.pull([], [], then_wait=True)
         current = 0
 
     def waits() -> list:
