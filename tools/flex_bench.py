@@ -29,6 +29,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail, create_cp_block_mask
 from cp_dispatch.flex import groups
+from cp_dispatch.schedules import mailboxes
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -252,6 +253,7 @@ def run_point(problem: Problem, args, cuda: bool):
             yield row
             gc.collect()
             if cuda:
+                mailboxes.free()  # the next one's memory is its own
                 torch.cuda.empty_cache()
 
 
