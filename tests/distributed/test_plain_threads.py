@@ -269,6 +269,24 @@ def test_buffers_are_cut_and_come_back():
     on_mesh(2, body)
 
 
+def test_buffers_made_in_inference_mode_are_cut_outside_of_it():
+    """They count no versions, and torch raises where something would count one."""
+
+    def body(mesh):
+        query, key, value = whole = sequences(16)
+        with torch.inference_mode():
+            buffers = [x.clone() for x in whole]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3), torch.no_grad():
+            own = F.scaled_dot_product_attention(*buffers, is_causal=True)
+        for mine, x in zip(buffers, whole, strict=True):
+            assert torch.equal(mine, x) and mine.is_inference()
+        (got,) = cp_dispatch.context_parallel_unshard(mesh, [own], [2])
+        want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.testing.assert_close(got, want)
+
+    on_mesh(2, body)
+
+
 def test_an_exception_restores():
     def body(mesh):
         query, key, value = whole = sequences(16)
