@@ -165,8 +165,12 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
 def _own_rows(call: Call, plan: Plan) -> bool:
     """Whether each rank has its own rows of a mask and no others."""
     mask = call.attn_mask
-    if mask is None or mask.shape[2] == 1:
+    if mask is None:
         return False
+    if mask.shape[2] == 1:
+        # Of a single query's row, as plain shards, all ranks but one hold none.
+        cut = isinstance(mask, DTensor) and Shard(2) in mask.placements
+        return cut and call.query.shape[2] == 1
     return plan.layout is None or "rows" in plan.mask_order
 
 

@@ -112,8 +112,9 @@ def swapped(buffers: list, shards: list, keep: set[int]):
 
 
 def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:
+    counts_versions = not buffer.is_inference()  # before it looks like the shard
     buffer.data = own
-    if not buffer.is_inference():
+    if counts_versions:
         increment_version(buffer)  # a graph that was built before must not find the shard
 
 

@@ -58,7 +58,7 @@ def head_shares(
             )
             for stage in range(stages)
         )  # fmt: skip
-    groups = heads // key_heads
+    groups = heads // max(1, key_heads)  # of uneven heads a tensor-parallel rank may have none
     return (
         tuple(_share(r * heads // ranks, (r + 1) * heads // ranks, groups) for r in range(ranks)),
     )
@@ -81,7 +81,7 @@ def _share(start: int, stop: int, groups: int) -> Share:
 
 def most_stages(heads: int, key_heads: int, ranks: int, wanted: int) -> int:
     """The largest number of stages up to ``wanted`` that the heads allow."""
-    if key_heads % ranks or heads % key_heads:
+    if not key_heads or key_heads % ranks or heads % key_heads:
         return 1
     own = key_heads // ranks
     return max(n for n in range(1, max(1, min(wanted, own)) + 1) if own % n == 0)

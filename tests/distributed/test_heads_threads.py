@@ -292,9 +292,16 @@ def test_dropout_drops_the_same_pairs(monkeypatch, kind, schedule):
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])
 def test_ranks_without_rows_or_heads(schedule):
-    """5 rows on 4 ranks leave one none; 3 heads over 2 ranks for heads leave one fewer than CP."""
+    """5 rows on 4 ranks leave one none; 3 heads over 2 ranks for heads leave one fewer than CP, 4
+    over 3 ranks leave one none."""
     judge(Problem(heads=4, length=5, causal=True), 4, schedule, "math")
     judge(
         Problem(heads=3, length=10, causal=True), 4, schedule, "math", (2, 2),
         [Shard(2), Shard(1)], granted="ulysses",
     )  # fmt: skip
+    shape = (2, 3) if schedule == "ulysses" else (4, 3)
+    for causal in (False, True):
+        judge(
+            Problem(heads=4, length=10, causal=causal), torch.Size(shape).numel(), schedule,
+            "math", shape, [Shard(2), Shard(1)],
+        )  # fmt: skip

@@ -123,6 +123,30 @@ def test_masks(mask, mask_dims, balancer, kernel):
         judge(problem, 4, kernel, balancer=balancer, mask_dims=mask_dims)
 
 
+@pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses", "hybrid"])
+def test_the_mask_of_a_single_row_is_on_the_rank_that_has_it(schedule):
+    """The other ranks hold none of its rows, though they would share the row's heads."""
+    query, key, value = sequences(1)
+    bias = torch.randn(1, 2, 1, 1)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    want = F.scaled_dot_product_attention(*inputs, bias)
+    want = [want, *torch.autograd.grad(want.sum(), inputs)]
+
+    def body(mesh):
+        *own, rows = buffers = [x.detach().clone() for x in (query, key, value, bias)]
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2] * 4, balancer=None, schedule=schedule
+        ):
+            own = [x.clone().requires_grad_() for x in own]
+            output = F.scaled_dot_product_attention(*own, rows)
+            results = [output, *torch.autograd.grad(output.sum(), own)]
+        got = cp_dispatch.context_parallel_unshard(mesh, results, [2] * 4, balancer=None)
+        for mine, true in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, true)
+
+    on_mesh(2, body)
+
+
 def test_sliding_window_and_documents():
     """As masks of the whole sequence; each rank's rows of them work too."""
     query, key, value = sequences(32)
@@ -265,6 +289,24 @@ def test_buffers_are_cut_and_come_back():
         got = cp_dispatch.context_parallel_unshard(mesh, shards, dims)
         for mine, (x, _) in zip(got, whole.values(), strict=True):
             assert torch.equal(mine, x)
+
+    on_mesh(2, body)
+
+
+def test_buffers_made_in_inference_mode_are_cut_outside_of_it():
+    """They count no versions, and torch raises where something would count one."""
+
+    def body(mesh):
+        query, key, value = whole = sequences(16)
+        with torch.inference_mode():
+            buffers = [x.clone() for x in whole]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3), torch.no_grad():
+            own = F.scaled_dot_product_attention(*buffers, is_causal=True)
+        for mine, x in zip(buffers, whole, strict=True):
+            assert torch.equal(mine, x) and mine.is_inference()
+        (got,) = cp_dispatch.context_parallel_unshard(mesh, [own], [2])
+        want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.testing.assert_close(got, want)
 
     on_mesh(2, body)
 

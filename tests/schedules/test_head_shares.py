@@ -57,10 +57,16 @@ def test_shares_are_as_even_as_they_can_be(heads, ranks):
 
 @pytest.mark.parametrize("heads, key_heads, ranks, wanted, stages", [
     (32, 8, 4, 4, 2), (32, 8, 4, 1, 1), (32, 8, 4, 0, 1), (32, 32, 4, 4, 4), (32, 32, 4, 3, 2),
-    (16, 1, 4, 4, 1), (32, 8, 3, 4, 1),
+    (16, 1, 4, 4, 1), (32, 8, 3, 4, 1), (0, 0, 2, 4, 1),
 ])  # fmt: skip
 def test_stages(heads, key_heads, ranks, wanted, stages):
     assert most_stages(heads, key_heads, ranks, wanted) == stages
+
+
+def test_a_tensor_parallel_rank_without_heads_has_none_to_share():
+    (stage,) = head_shares(0, 0, 3)
+    assert [(share.query.length, share.key.length) for share in stage] == [(0, 0)] * 3
+    assert are_alike(0, 0, 3)
 
 
 def test_a_group_that_is_cut_in_two():
