@@ -49,16 +49,21 @@ class LocalCall:
         return self.is_causal and self.shapes[0][2] == self.shapes[1][2]
 
     @property
-    def is_single_pair(self) -> bool:
-        """Whether the largest shards are one query row and one key."""
-        return self.shapes[0][2] == self.shapes[1][2] == 1
+    def has_single_key(self) -> bool:
+        """Whether the largest shard of the keys is one key."""
+        return self.shapes[1][2] == 1
 
     def of_two(self) -> LocalCall:
-        """The same call with two rows and two keys."""
-        shapes = tuple((*shape[:2], 2, shape[3]) for shape in self.shapes)
+        """The same call with two keys, and as many rows at least."""
+        rows = max(2, self.shapes[0][2])
+        lengths = rows, 2, 2
+        shapes = tuple(
+            (*shape[:2], length, shape[3])
+            for shape, length in zip(self.shapes, lengths, strict=True)
+        )
         mask = self.mask
         if mask is not None:
-            mask = mask._replace(shape=(*mask.shape[:2], 2, 2))
+            mask = mask._replace(shape=(*mask.shape[:2], rows, 2))
         return replace(self, shapes=shapes, mask=mask)
 
 
@@ -93,9 +98,9 @@ def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:
         repeated = ((x[0], query[1], *x[2:]) for x in rest)
         local = replace(local, shapes=(query, *repeated), enable_gqa=False)
         choice = _choice(local, device, sdp_flags())
-    if choice == _NONE_FITS and local.is_single_pair:
-        # The only lengths that a kernel refuses; what one row of a shard meets is not the user's
-        # doing, and backends take it.
+    if choice == _NONE_FITS and local.has_single_key:
+        # The only length that torch keeps from a kernel (cuDNN); that a shard has one key is not
+        # the user's doing, and backends take it.
         choice = _choice(local.of_two(), device, sdp_flags())
     for name, backend in BACKENDS.items():
         if backend.sdp_backend.value == choice and local.device_type in backend.devices:

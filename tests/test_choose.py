@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dispatch import ContextParallelError, enabled, explain
+from cp_dispatch import ContextParallelError, choose, enabled, explain
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.choose import LocalCall, Mask, choose_backend
 from tests.ranks import fake_ranks, outline
@@ -183,3 +183,20 @@ def test_the_chosen_backend_is_not_among_the_refused(mesh):
         assert set(plan.backends_refused) == set(BACKENDS) - {plan.backend}
         assert all(plan.backends_refused.values())
     assert "it is switched off" in plan.backends_refused["cpu_flash"][0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_shard_of_one_key_takes_what_torch_keeps_single_keys_from(monkeypatch, rows):
+    """As torch does from cuDNN: that a shard has one key is no reason to refuse the call."""
+
+    def choice(local, *_):
+        lengths = [shape[2] for shape in local.shapes]
+        assert local.mask.shape[2:] == (lengths[0], lengths[1])
+        return choose._NONE_FITS if lengths[1] == 1 else SDPBackend.CUDNN_ATTENTION.value
+
+    monkeypatch.setattr(choose, "_choice", choice)
+    shapes = ((2, 4, rows, 16), (2, 4, 1, 16), (2, 4, 1, 16))
+    mask = Mask((1, 4, rows, 1), torch.bool, False)
+    local = LocalCall(shapes, torch.float16, "cuda", mask=mask)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_backend(local) == ("cudnn", ())
