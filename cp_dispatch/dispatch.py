@@ -10,23 +10,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cp_dispatch import fast_path
 from cp_dispatch._compat import (
     functorch_is_active,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
     is_tracing,
     local_tensor,
     save_in_traced_checkpoints,
 )
-from cp_dispatch.agreement import check_agreement, debug_is_on, tell_refusal
+from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.decide import make_plan
-from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.ops import forward_op
 from cp_dispatch.options import Options
 from cp_dispatch.plan import Plan
+from cp_dispatch.transforms import refuse_transforms
 
 
 def involves_dtensor(query, key, value, attn_mask) -> bool:
@@ -42,7 +40,7 @@ def involves_dtensor(query, key, value, attn_mask) -> bool:
         return False
     tensors = query, key, value, attn_mask
     if functorch_is_active():
-        _refuse_functorch(tensors)
+        refuse_transforms(tensors, "scaled_dot_product_attention")
     return any(isinstance(x, DTensor) for x in tensors)
 
 
@@ -156,22 +154,3 @@ def _origin(query: DTensor) -> list[int]:
                 span = chunk(span, mesh.size(mesh_dim))[coordinate[mesh_dim]]
         starts.append(span.position)
     return [*starts, int(query.shape[1])]
-
-
-def _refuse_functorch(tensors) -> None:
-    """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one."""
-    wrapped, mesh = False, None
-    for tensor in tensors:
-        while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
-            wrapped, tensor = True, get_unwrapped(tensor)
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-    if wrapped and mesh is not None:
-        error = ContextParallelError(
-            "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
-            "grad, jvp). Given: scaled_dot_product_attention on a DTensor inside a "
-            "transform. Supported: autograd. Use torch.autograd.grad, or "
-            "cp_dispatch.disable()."
-        )
-        tell_refusal(mesh, error)
-        raise error

@@ -28,6 +28,7 @@ from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
+from cp_dispatch.style_mark import mark
 from cp_dispatch.toggle import current_options, enabled, plain_context, plain_shards
 from cp_dispatch.traced_style import map_tensors, traced_forward
 
@@ -97,6 +98,11 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_order(device_mesh, self.balancer)
+        mark(
+            module, device_mesh,
+            seq_dim=self.seq_dim, attention_type=self.attention_type, balancer=self.balancer,
+            schedule=self.schedule,
+        )  # fmt: skip
         if self.attention_type == "flex":
             module.register_forward_pre_hook(
                 partial(self._enter_flex, device_mesh), with_kwargs=True
@@ -107,7 +113,6 @@ class ContextParallel(ParallelStyle):
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
-        module.in_context_parallel = _NotPickled()
         module.forward = types.MethodType(
             self._forward(device_mesh, sliding_window(module), own), module
         )
@@ -275,21 +280,6 @@ def _stack() -> list:
     if not hasattr(_thread, "stack"):
         _thread.stack = []
     return _thread.stack
-
-
-class _NotPickled:
-    """An attribute of modules in the style. A pickle would hold their forward by its name alone,
-    and what is loaded would have the class's."""
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __reduce_ex__(self, protocol):
-        raise ContextParallelError(
-            "a module in ContextParallel cannot be pickled, nor saved by torch.save: where it is "
-            "loaded its attention would be local. Save its state_dict(), or pickle the model "
-            "before parallelize_module"
-        )
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch._compat import (
     dynamo_traces,
     forget_resolved_kernels,
+    functorch_is_active,
     is_fake,
     run_uncompiled,
     varlen_ops,
@@ -24,6 +25,7 @@ from cp_dispatch._compat import (
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graph_guards import note_trace
+from cp_dispatch.transforms import refuse_transforms
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.refusal import PLAIN_SHARDS
 from cp_dispatch.varlen.rule import attend
@@ -69,6 +71,8 @@ def _before(op: str, kernel, current_options, plain_context):
     @run_uncompiled
     def varlen_attn(keyset, *args, **kwargs):
         tensors = *args, *kwargs.values()
+        if functorch_is_active() and current_options() is not None:
+            refuse_transforms(tensors, "varlen_attn")
         if any(isinstance(x, DTensor) for x in tensors):
             options = _options_now(current_options)
             if options is not None:

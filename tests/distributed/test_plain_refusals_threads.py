@@ -235,6 +235,26 @@ def test_a_module_in_the_style_cannot_be_pickled():
     on_mesh(2, body)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "flex"])
+def test_a_module_is_in_the_style_once(kind):
+    """Of two orders of its shards one is wrong; twice the same is no harm."""
+
+    def body(mesh):
+        module = Projected()
+        style = ContextParallel(1, kind, balancer="head-tail")
+        for _ in range(2):
+            parallelize_module(module, mesh, style)
+        for other in (
+            ContextParallel(1, kind, balancer=None),
+            ContextParallel(2, kind, balancer="head-tail"),
+            ContextParallel(1, "flex" if kind == "sdpa" else "sdpa", balancer="head-tail"),
+        ):
+            with pytest.raises(ContextParallelError, match="apply it once"):
+                parallelize_module(module, mesh, other)
+
+    on_mesh(2, body)
+
+
 def test_style_of_a_module_with_parameters_and_uneven_dtensors():
     torch.manual_seed(0)
     module, x = Projected(), torch.randn(2, 16, 16)

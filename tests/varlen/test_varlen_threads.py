@@ -339,6 +339,22 @@ def test_inference_arguments_are_refused():
         run_threads(2, body)
 
 
+def test_torch_func_transforms_are_refused():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        query, key, value = (distribute(x, mesh, ROWS) for x in BASE.tensors()[:3])
+        starts = torch.tensor([0, query.shape[0]], dtype=torch.int32)
+        length = query.shape[0]
+
+        def loss(query):
+            return varlen_attn(query, key, value, starts, starts, length, length).sum()
+
+        with cp_dispatch.enabled(), pytest.raises(ContextParallelError, match="torch.func"):
+            torch.func.grad(loss)(query)
+
+    run_threads(2, body)
+
+
 def test_second_derivatives_are_refused():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))

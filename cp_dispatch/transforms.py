@@ -1,0 +1,32 @@
+"""Calls under ``torch.func`` transforms, which have no rules for attention over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dispatch._compat import get_unwrapped, is_functorch_wrapped_tensor
+from cp_dispatch.agreement import tell_refusal
+from cp_dispatch.errors import ContextParallelError
+
+
+def refuse_transforms(tensors, name: str) -> None:
+    """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one.
+
+    Raises:
+        ContextParallelError: it does.
+    """
+    wrapped, mesh = False, None
+    for tensor in tensors:
+        while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
+            wrapped, tensor = True, get_unwrapped(tensor)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+    if wrapped and mesh is not None:
+        error = ContextParallelError(
+            "cp_dispatch does not support DTensors under torch.func transforms (vmap, "
+            f"grad, jvp). Given: {name} on a DTensor inside a transform. Supported: autograd. "
+            "Use torch.autograd.grad, or cp_dispatch.disable()."
+        )
+        tell_refusal(mesh, error)
+        raise error
