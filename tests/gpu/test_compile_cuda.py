@@ -20,7 +20,7 @@ from tests.distributed.models import Model
 from tests.distributed.reference import FACTOR, Mask, Problem, check, exact, rounding, yardstick
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_asked
-from tests.distributed.staged import ranks
+from tests.distributed.staged import is_staged, ranks
 from tests.distributed.test_compiled_spawned import by_policy, saved
 
 try:
@@ -299,6 +299,8 @@ ON_4 = ("titan: sequence", "titan: pipeline")
 
 
 def runs(name: str, size: int) -> bool:
+    if is_staged() and name.startswith("trains") and "reduce-overhead" in name:
+        return False  # collectives by way of the host are in no CUDA graph
     return size >= 4 or not name.startswith(ON_4)
 
 
@@ -311,5 +313,5 @@ def outcomes(request) -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_cuda(outcomes, case):
     if case not in outcomes:
-        pytest.skip("needs four GPUs")
+        pytest.skip("needs four GPUs, or NCCL")
     assert outcomes[case] == "", f"{case}\n{outcomes[case]}"
