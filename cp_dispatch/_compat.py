@@ -87,7 +87,10 @@ __all__ = [
     "is_fake",
     "is_functorch_wrapped_tensor",
     "is_tracing",
+    "keep_order_in_inductor",
     "kernel_is_registered",
+    "leave_in_backward",
+    "leave_in_forward",
     "local_tensor",
     "local_tensor_mode",
     "new_group_of_these",
@@ -435,14 +438,70 @@ def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
     For random numbers: where torch 2.13 recomputes them, it takes the meshes of DTensors for the
     generator's states and fails.
     """
+    node = _just_traced(op)
+    if node is not None and node.meta.get("recompute") is not None:
+        node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+def leave_in_backward(op: torch._ops.OpOverload) -> None:
+    """In a trace of a backward, keep the partitioner from moving the call of ``op`` that was just
+    made to the forward."""
+    node = _just_traced(op)
+    if node is not None:
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def leave_in_forward(op: torch._ops.OpOverload) -> None:
+    """In a trace of a backward, keep the partitioner from repeating the forward's calls of ``op``
+    there. In the trace of the forward it is too early: at its end torch tags all nodes anew."""
     mode = get_proxy_mode()
-    if mode is None:
+    for node in mode.tracer.graph.nodes if mode is not None else ():
+        if node.target is op and node.meta.get("partitioner_tag") == "is_forward":
+            node.meta["partitioner_tag"] = "must_be_in_forward"
+
+
+def _just_traced(op: torch._ops.OpOverload):
+    """The latest call of an op in the graph that is being traced, if any."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        for node in reversed(mode.tracer.graph.nodes):
+            if node.target is op:
+                return node
+    return None
+
+
+def keep_order_in_inductor(communicates) -> None:
+    """From now on, leave the ops of graphs of which ``communicates(op)`` in their order, among
+    themselves and among torch's collectives; inductor cares for these alone.
+
+    Stays: backwards are compiled when they first run. Where inductor is not at work, nothing.
+    """
+    if "torch._inductor.compile_fx" not in sys.modules:
         return
-    for node in reversed(mode.tracer.graph.nodes):
-        if node.target is op:
-            if node.meta.get("recompute") is not None:
-                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-            return
+    from torch._inductor import comms
+    from torch._inductor.dependencies import WeakDep
+
+    of_torch = comms.decide_global_ordering_of_comms
+    if getattr(of_torch, "is_of_cp_dispatch", False):
+        return
+
+    @functools.wraps(of_torch)
+    def decide_global_ordering_of_comms(nodes, *args):
+        nodes, last = of_torch(nodes, *args), None
+        for node in nodes:
+            is_own = communicates(getattr(node.node, "op_overload", None))
+            if not is_own and not comms.contains_collective(node):
+                continue
+            if last is not None and (is_own or last[1]):
+                # As torch chains its own: an order, which keeps no memory alive.
+                after = next(iter(node.get_buffer_names()))
+                for name in last[0].get_buffer_names():
+                    node.add_fake_dep(WeakDep(name, mutating_buf=after, is_fake=True))
+            last = node, is_own
+        return nodes
+
+    decide_global_ordering_of_comms.is_of_cp_dispatch = True
+    comms.decide_global_ordering_of_comms = decide_global_ordering_of_comms
 
 
 def guard_trace(check, words: str, key: object) -> None:

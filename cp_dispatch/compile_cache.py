@@ -20,6 +20,8 @@ from cp_dispatch.choose import sdp_flags
 from cp_dispatch.flex import groups
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
+from cp_dispatch.graph_ops import SCHEMA as KEEP
+from cp_dispatch.graph_order import keep_order
 from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 from cp_dispatch.planner import constants_here
 from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
@@ -38,15 +40,18 @@ def tag(state: object | None) -> None:
 
         # What "auto" chooses hangs on the measured constants, what an op does on the version.
         constants = constants_here("cuda") if torch.cuda.is_available() else None
-        text = repr((__version__, *schemas, limits, state, constants, sdp_flags(), sorted(_groups)))
+        text = repr(
+            (__version__, *schemas, KEEP, limits, state, constants, sdp_flags(), sorted(_groups))
+        )
         own += _MARK + hashlib.sha256(text.encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = own
 
 
 def note_group(group_name: str, state: object) -> None:
     """A trace uses a group: its name, its ranks and this rank's place in it enter the tag, and
-    the switches as they are now."""
+    the switches as they are now. The graph keeps to its order, see Note [Graphs of ranks]."""
     if group_name:
+        keep_order()
         with disable_current_modes():
             ranks = tuple(dist.get_process_group_ranks(resolve_group(group_name)))
             _groups.add((group_name, ranks, dist.get_rank()))

@@ -18,6 +18,7 @@ from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.decide import make_plan
+from cp_dispatch.graph_order import keep, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.normalize import four_dims, like_query
@@ -103,6 +104,7 @@ def run_op(
         save_in_traced_checkpoints(torch.ops.aten.randint.default)
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
+        warn_of_no_rows((query, call.key, call.value))
         note_group(group_name, state)
         _guard_shards(plan, call)
     arguments = (
@@ -111,6 +113,8 @@ def run_op(
         "" if plan.layout is None else plan.layout.text, plan.mask_order,
     )  # fmt: skip
     output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
+    if group_name:
+        keep(output, (query, call.key))
     if slot is not None:
         fast_path.learn(slot, plan, query, call.key, call.value, arguments, output, logsumexp)
     return output if output.dtype is query.dtype else output.to(query.dtype)

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
@@ -446,6 +446,100 @@ def test_save_in_traced_checkpoints():
     assert not any("rng_state" in str(target) for target in forward)
     torch._dynamo.reset()
     library._destroy()
+
+
+def test_leave_in_backward():
+    """An op of the backward stays there, though it depends on tensors of the forward alone."""
+    library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
+    library.define("shrink(Tensor x) -> Tensor")
+    library.impl("shrink", lambda x: x[:1].clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "cp_dispatch_compat_test::shrink", lambda x: x.new_empty(1, *x.shape[1:]), lib=library
+    )
+    op = torch.ops.cp_dispatch_compat_test.shrink.default
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            shrunk = op(*ctx.saved_tensors)
+            if tagged:
+                _compat.leave_in_backward(op)
+            return grad * 2 + shrunk
+
+    library.define("call(Tensor x) -> Tensor")
+    library.impl("call", Twice.apply, "CompositeImplicitAutograd")
+    found = {}
+    for tagged in (False, True):
+        torch._dynamo.reset()
+        graphs = []
+
+        def keep(graph, _, graphs=graphs):
+            graphs.append([node.target for node in graph.graph.nodes])
+            return make_boxed_func(graph.forward)
+
+        compiled = torch.compile(
+            lambda x: torch.ops.cp_dispatch_compat_test.call(x.sin()),
+            backend=aot_autograd(
+                fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+            ),
+        )
+        compiled(torch.ones(8, 8, requires_grad=True)).sum().backward()
+        found[tagged] = [op in targets for targets in graphs]
+    assert found == {False: [True, False], True: [False, True]}
+    torch._dynamo.reset()
+    library._destroy()
+
+
+def test_leave_in_forward():
+    """Binds the calls that torch has tagged; those in traces of whole steps are spawned tests'."""
+    op = torch.ops.aten.sin.default
+
+    def both_ways(x):
+        x = x.sin()
+        for node in get_proxy_mode().tracer.graph.nodes:
+            node.meta["partitioner_tag"] = "is_forward"
+        x = x.sin()
+        _compat.leave_in_forward(op)
+        return x
+
+    nodes = make_fx(both_ways)(torch.ones(2)).graph.nodes
+    tags = [node.meta.get("partitioner_tag") for node in nodes if node.target is op]
+    assert tags == ["must_be_in_forward", None]
+
+
+def test_keep_order_in_inductor():
+    """Torch chains its collectives alone; with ours among them each comes after the one before."""
+    from torch._inductor import comms, compile_fx
+
+    assert compile_fx.__name__ in sys.modules
+
+    class Node:
+        def __init__(self, name, op=None):
+            self.node, self.name, self.after = mock.Mock(op_overload=op), name, []
+
+        def get_buffer_names(self):
+            return [self.name]
+
+        def add_fake_dep(self, dep):
+            assert dep.is_fake and dep.mutating_buf == self.name
+            self.after.append(dep.name)
+
+    names = {"a": "ours", "b": None, "first": None, "c": "ours", "second": None, "third": None}
+    given = [Node(name, op) for name, op in names.items()]
+    torchs = [given[2], given[4], given[5]]
+    with (
+        mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
+        mock.patch.object(comms, "contains_collective", torchs.__contains__),
+    ):
+        for _ in range(2):
+            _compat.keep_order_in_inductor(lambda op: op == "ours")
+        assert comms.decide_global_ordering_of_comms(given, {}, {}) == given
+    assert [x.after for x in given] == [[], [], ["a"], ["first"], ["c"], []]
 
 
 def test_forget_resolved_kernels():

@@ -15,6 +15,7 @@ from cp_dispatch.flex.local import LocalFlex, apart
 from cp_dispatch.flex.results import not_before, outlines, placed_strides, zeros_for
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import split_rows
+from cp_dispatch.graph_order import keep, stay_in_backward
 from cp_dispatch.layouts import Span
 
 _OPS = torch.ops.cp_dispatch
@@ -32,6 +33,7 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
         (part,) = apart([query.narrow(1, *heads)])
         if local.is_empty:
             results = not_before(outlines(part, value.shape[3]), key, *buffers[0], *buffers[1])
+            keep(results[0], (part,))
         else:
             place = local.place_of(heads)
             mask = local.mask(place.mask_mod(mask_mod), heads=heads)
@@ -83,9 +85,12 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
 
 def _start(local: LocalFlex, backward: bool, waited=()) -> Tensor:
     key, value = local.own_keys(waited)
-    return _OPS.flex_start(
+    token = _OPS.flex_start(
         key, value, *local.mask_arguments, local.plan.groups, local.must_fill, backward
     )
+    if backward:
+        stay_in_backward(_OPS.flex_start.default)
+    return token
 
 
 def _arrive(local: LocalFlex, token: Tensor, group: int, after) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from cp_dispatch.flex.mods import Listed, Place, pieces
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.results import not_before
 from cp_dispatch.flex.rows import split_rows
+from cp_dispatch.graph_order import stay_in_backward
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import chunk
@@ -269,6 +270,8 @@ class LocalFlex:
         if not self._moves_keys:
             return key, value
         buffer = _OPS.flex_bring(key, value, *self.mask_arguments, self.must_fill, backward)
+        if backward:
+            stay_in_backward(_OPS.flex_bring.default)
         return tuple(apart(split_rows(buffer, [key.shape[3], value.shape[3]])))
 
     @property

@@ -16,6 +16,7 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.local import LocalFlex, apart
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.rows import split_rows
+from cp_dispatch.graph_order import stay_in_backward
 
 _OPS = torch.ops.cp_dispatch
 
@@ -102,4 +103,6 @@ def _hops(local: LocalFlex, backward: bool):
         # A block on a border has rows that the owner has not: hidden, but multiplied by zero.
         zeros = fill or not all(local.window(hop).own)
         buffer = _OPS.flex_hop(key, value, *local.mask_arguments, hop, zeros, backward)
+        if backward:
+            stay_in_backward(_OPS.flex_hop.default)
         yield hop, apart(split_rows(buffer, [key.shape[3], value.shape[3]]))

@@ -18,6 +18,7 @@ from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.by_need.ownership import rank_at
 from cp_dispatch.compile_cache import note_group
+from cp_dispatch.graph_order import keep, stay_in_backward, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
@@ -51,6 +52,7 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
     rank = rank_at([coordinate[dim] for dim in plan.mesh_dims], plan.ring_shape)
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
+        warn_of_no_rows(call.tensors.values())
         # What a trace's graph holds of this rank enters the keys of caches on disk.
         for dim, placement in enumerate(call.query.placements):
             if isinstance(placement, Shard):
@@ -100,6 +102,7 @@ def _forward(cls, func, types, args=(), kwargs=None):
         local_tensor(query), _placed(key, wanted), _placed(value, wanted),
         *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
+    keep(output, (query, key))
     return _wrap(output, query, query.shape), _wrap(logsumexp, query, _of_rows(query), True)
 
 
@@ -114,6 +117,8 @@ def _backward(cls, func, types, args=(), kwargs=None):
         _placed(value, wanted), local_tensor(output), local_tensor(logsumexp),
         *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
+    stay_in_backward(BACKWARD)
+    keep(grads[0], (query, key), backward=True)
     shapes = [x.shape if options[-1] else (0, *x.shape[1:]) for x in (key, value)]
     return tuple(
         _wrap(grad, query, shape) for grad, shape in zip(grads, (query.shape, *shapes), strict=True)

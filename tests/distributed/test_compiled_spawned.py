@@ -7,6 +7,7 @@ dynamic lengths, modules and training steps, with and without checkpoints.
 from __future__ import annotations
 
 import functools
+import re
 from unittest import mock
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import (
@@ -24,7 +27,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import decide, traced_style
+from cp_dispatch import decide, graph_order, traced_style
 from cp_dispatch.planner import of_two
 from cp_dispatch.settle import settle
 from tests.distributed.compiled import _has_compiler
@@ -40,10 +43,11 @@ ROWS = (Shard(2),)
 class Graphs:
     """A backend that compiles as ``aot_eager`` does and counts ring ops in what it is given."""
 
-    def __init__(self):
+    def __init__(self, decompositions=None):
         self.forward: list[int] = []
         self.backward: list[int] = []
         self._backend = aot_autograd(
+            decompositions=decompositions,
             fw_compiler=self._keep(self.forward),
             bw_compiler=self._keep(self.backward),
             partition_fn=min_cut_rematerialization_partition,
@@ -170,6 +174,94 @@ def every_size_dynamic(env: Env) -> None:
             for a, b in zip(*results, strict=True):
                 torch.testing.assert_close(a.to_local(), b.to_local())
         assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
+
+
+def rank_without_rows(env: Env) -> None:
+    """Inductor differentiates a norm of nothing to zeros, which come of no gradient: what leads to
+    them is dead on that rank, and what comes of them belongs to the forward."""
+
+    def both_ways(x, scale):
+        x = F.layer_norm(x, x.shape[-1:])
+        return F.layer_norm(F.scaled_dot_product_attention(x * scale, x, x), x.shape[-1:])
+
+    def into_nothing(x):
+        x = F.layer_norm(x, x.shape[-1:])
+        return F.scaled_dot_product_attention(x, x, x)
+
+    scale = distribute(torch.full((8,), 2.0), env.mesh(), [Replicate()]).requires_grad_()
+    for function, given in ((both_ways, [scale]), (into_nothing, [])):
+        torch._dynamo.reset()
+        graphs = Graphs(select_decomp_table())
+        _as_eager(env, function, compile_once(function, graphs), given, (1, 2, 5, 8))
+        assert (graphs.forward, graphs.backward) == ([(1, 0)], [(1, 1)]), vars(graphs)
+    assert graph_order._warned
+
+
+def rank_without_rows_inductor(env: Env) -> None:
+    """Inductor leaves out what only loops over nothing read."""
+    if not _has_compiler():
+        print("no C++ compiler, nothing to test")
+        return
+
+    def function(x):
+        return F.scaled_dot_product_attention(x * 2, x, x) * 2
+
+    torch._dynamo.reset()
+    x = torch.randn(1, 2, 1, 8, generator=torch.Generator().manual_seed(0))
+    x = distribute(x, env.mesh(), ROWS)
+    with cp_dispatch.enabled(), torch.no_grad():
+        want, (_, codes) = function(x), run_and_get_code(compile_once(function, "inductor"), x)
+    assert want.to_local().size(2) == (env.rank == 0)
+    assert codes[0].count("= torch.ops.cp_dispatch.ring_") == 1, codes
+
+
+def order_of_uneven_shards(env: Env) -> None:
+    """By the memory that shards of 2 rows and of 1 take, inductor would begin with one attention on
+    one rank and with the other one on the other."""
+    if not _has_compiler():
+        print("no C++ compiler, nothing to test")
+        return
+
+    def attend(x):
+        x = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+
+    def function(x, whole, wide, narrow, out):
+        first = attend(x @ wide)
+        second = attend((whole.sin() @ narrow).redistribute(placements=[Shard(1)]))
+        return first @ out + second
+
+    torch._dynamo.reset()
+    compiled = compile_once(function, "inductor")
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, 3, 32, generator=generator)  # all that linear layers of 2.11 take
+    weights = [torch.randn(*s, generator=generator) for s in ((32, 128), (32, 32), (128, 32))]
+    inputs = [distribute(whole, env.mesh(), [Shard(1)])]
+    inputs += [distribute(x, env.mesh(), [Replicate()]) for x in (whole, *weights)]
+    with cp_dispatch.enabled(), torch.no_grad():
+        want, (got, codes) = function(*inputs), run_and_get_code(compiled, *inputs)
+    torch.testing.assert_close(got.to_local(), want.to_local())
+    calls = [re.findall(r"= torch\.ops\.cp_dispatch\.ring\w+\.default\((.*)\)", x) for x in codes]
+    assert len(calls[0]) == 2, codes
+    wide = [", 128, 1), 0)" in call for call in calls[0]]  # by its strides
+    everyone = [None] * env.world_size
+    torch.distributed.all_gather_object(everyone, wide)
+    assert sorted(wide) == [False, True] and everyone.count(wide) == env.world_size, everyone
+
+
+def _as_eager(env: Env, function, compiled, given, shape) -> None:
+    """Result and gradients of a compiled function of a sharded tensor."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator)
+    x = distribute(whole, env.mesh(), ROWS).requires_grad_()
+    results = []
+    for f in (function, compiled):
+        with cp_dispatch.enabled():
+            y = f(x, *given)
+            grads = torch.autograd.grad(y, [x, *given], distribute(whole.cos(), env.mesh(), ROWS))
+        results.append([y, *grads])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.full_tensor(), want.full_tensor())
 
 
 def train(model, mesh, compiled=None, steps=3, lr=0.1) -> list[float]:
@@ -513,6 +605,9 @@ CASES = {
     "lengths whose shards are alike, one_call": functools.partial(
         lengths_whose_shards_are_alike, schedule="one_call"
     ),
+    "rank without rows": rank_without_rows,
+    "rank without rows, inductor": rank_without_rows_inductor,
+    "order of uneven shards": order_of_uneven_shards,
     "two schedules": two_schedules,
     "two schedules, checkpoint": functools.partial(two_schedules, checkpointed=True),
     "whole step": whole_step,
@@ -546,17 +641,19 @@ CASES |= {
     f"head-tail, {schedule}": functools.partial(head_tail, schedule=schedule)
     for schedule in ("ring", "gather", "ulysses", "hybrid")
 }
-ON_4 = {"head-tail, gather", "head-tail, hybrid", "schedule hybrid"}
+ON_4_ALONE = {"rank without rows"}
+ON_4 = {"head-tail, gather", "head-tail, hybrid", "schedule hybrid", *ON_4_ALONE}
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
 def outcomes(request) -> dict[str, str]:
     size = request.param
-    return run_asked(request, size, "gloo", 60, lambda name: size == 2 or name in ON_4)
+    chosen = set(CASES) - ON_4_ALONE if size == 2 else ON_4
+    return run_asked(request, size, "gloo", 60, chosen.__contains__)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_compiled(outcomes, case):
     if case not in outcomes:
-        pytest.skip("on 2 ranks only")
+        pytest.skip("on the other number of ranks only")
     assert outcomes[case] == "", f"{case}\n{outcomes[case]}"
