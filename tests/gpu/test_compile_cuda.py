@@ -11,6 +11,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 import cp_dispatch
@@ -233,9 +234,44 @@ def trained(env: Env, dtype=torch.float32, compiler=None, **options) -> None:
 
 
 INDUCTOR, EAGER = {"backend": "inductor"}, {"backend": "aot_eager"}
+
+
+def beside_each_other(env: Env, length: int = 1021) -> None:
+    """Two attentions, and a collective of torch's, that do not need each other, on uneven shards:
+    all ranks run them in one order (Note [Graphs of ranks])."""
+
+    def attend(x):
+        x = x.unflatten(-1, (8, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+
+    def function(x, whole, wide, narrow, out):
+        second = attend((whole.sin() @ narrow).redistribute(placements=[Shard(1)]))
+        return attend(x @ wide) @ out + second
+
+    torch._dynamo.reset()
+    generator = torch.Generator(env.device).manual_seed(0)
+    shapes = (1, length, 256), (256, 1024), (256, 256), (1024, 256)
+    whole, *weights = (
+        torch.randn(shape, generator=generator, device=env.device).bfloat16() / 8
+        for shape in shapes
+    )
+    inputs = [distribute(whole, env.mesh(), [Shard(1)])]
+    inputs += [distribute(x, env.mesh(), [Replicate()]) for x in (whole, *weights)]
+    inputs = [x.requires_grad_() for x in inputs]
+    grad, results = distribute(whole.cos(), env.mesh(), [Shard(1)]), []
+    with cp_dispatch.enabled():
+        for f in (function, torch.compile(function, fullgraph=True)):
+            y = f(*inputs)
+            grads = torch.autograd.grad(y, inputs, grad)
+            results.append([x.full_tensor().detach().float() for x in (y, *grads)])
+    for want, got in zip(*results, strict=True):
+        assert (got - want).norm() <= 0.02 * want.norm()
+
+
 REPLAY = {"mode": "reduce-overhead"}
 BF16 = torch.bfloat16
 CASES = {
+    "beside each other": beside_each_other,
     "reduce-overhead replays": replayed,
     **{
         f"{name} {kernel} {schedule}{', head-tail' * head_tail}": functools.partial(
