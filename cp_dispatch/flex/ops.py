@@ -25,7 +25,7 @@ from cp_dispatch.flex.mask_job import MaskJob, exchange_of, kept, key_of
 from cp_dispatch.flex.prepared import find, keep_gradients, keep_keys
 from cp_dispatch.flex.pulled import PulledKeys, keys_by, sums_by
 from cp_dispatch.flex.rows import rows_of, split_rows
-from cp_dispatch.flex.to_the_end import ToTheEnd
+from cp_dispatch.flex.to_the_end import ToTheEnd, finish
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.schedules.comm import Ring
@@ -99,8 +99,12 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     group = _group_of(mask)
     way, box = find(exchange, group, key, value)
     if way is not None:
-        with ToTheEnd(box):
+        before = box.pulls
+        try:  # no with: every call pays for it
             return way.run(box, key, value, fill)
+        except BaseException:
+            finish(box, before)
+            raise
     job = MaskJob(*mask)
     check_rows(job, key)
     carrier = None
@@ -143,8 +147,12 @@ def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, T
     tensors = grad_key, grad_value, key, value
     way, box = find(exchange, group, *tensors)
     if way is not None:
-        with ToTheEnd(box):
+        before = box.pulls
+        try:
             return way.run(box, *tensors)
+        except BaseException:
+            finish(box, before)
+            raise
     job = MaskJob(*args)
     check_rows(job, key)
     carrier = None

@@ -33,17 +33,21 @@ class ToTheEnd:
             self._before = self._box.pulls
 
     def __exit__(self, kind, error, trace) -> None:
-        if kind is None or self._box is None:
-            return
-        try:
-            if self._box.pulls == self._before:
-                _flags_of(self._box)
-            for box in self._rest:
-                if box is None:
-                    return
-                _flags_of(box)
-        except Exception:  # the call's own error is the one to raise
-            _log.exception("after an error in flex_attention: the other ranks may wait for this")
+        if kind is not None and self._box is not None:
+            finish(self._box, self._before, self._rest)
+
+
+def finish(box: Mailbox, before: int, rest: Iterable[Mailbox | None] = ()) -> None:
+    """What :class:`ToTheEnd` does after an error; there were ``before`` pulls before the op."""
+    try:
+        if box.pulls == before:
+            _flags_of(box)
+        for later in rest:
+            if later is None:
+                return
+            _flags_of(later)
+    except Exception:  # the call's own error is the one to raise
+        _log.exception("after an error in flex_attention: the other ranks may wait for this one")
 
 
 def _flags_of(box: Mailbox) -> None:

@@ -42,7 +42,7 @@ def make_carrier() -> Collectives:
 def test_indices_stay_until_keys_have_come():
     carrier, ring = make_carrier(), OneRank()
     held = weakref.ref(carrier._exchange)
-    flight = Arrivals(ring, carrier)
+    flight = Arrivals(ring, carrier, False)
     del carrier
     for group in range(GROUPS):
         flight.start(group, torch.zeros(1, LENGTH, 1, 1, COLUMNS))
