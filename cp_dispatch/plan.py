@@ -130,9 +130,15 @@ class Plan:
         )
 
     @property
+    def padded_shards(self) -> tuple[tuple[int, ...], ...]:
+        """The shards with head dims as the kernel takes them, and as they travel."""
+        multiple = BACKENDS[self.backend].head_dim_multiple
+        return tuple((*shape[:3], -(-shape[3] // multiple) * multiple) for shape in self.shards)
+
+    @property
     def key_row_bytes(self) -> int:
         """Bytes that one position of key and value takes on a rank."""
-        _, key, value = self.shards
+        _, key, value = self.padded_shards
         return key[0] * key[1] * (key[3] + value[3]) * self.dtype.itemsize
 
     @property

@@ -32,7 +32,7 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "transfers"):
         return schedule.transfers(plan, rank)[0]
-    query, key, value = plan.shards
+    query, key, value = plan.padded_shards
     if plan.world_size == 1 or plan.schedule == "replicated_keys":
         return []
     if plan.schedule == "replicated_queries":
@@ -62,7 +62,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "transfers"):
         return schedule.transfers(plan, rank)[1]
-    query, key, value = plan.shards
+    query, key, value = plan.padded_shards
     wide = wide_dtype(plan.dtype).itemsize
     if plan.world_size == 1:
         return []
@@ -124,12 +124,12 @@ def _shares_sent(plan: Plan, rank: int) -> int:
 
 def _inputs(plan: Plan) -> tuple[int, ...]:
     """Bytes of a rank's query, key and value."""
-    return tuple(math.prod(shape) * plan.dtype.itemsize for shape in plan.shards)
+    return tuple(math.prod(shape) * plan.dtype.itemsize for shape in plan.padded_shards)
 
 
 def _outputs(plan: Plan) -> tuple[int, int]:
     """Bytes of a rank's output, in the kernel's dtype, and logsumexp."""
-    query, _, value = plan.shards
+    query, _, value = plan.padded_shards
     rows = math.prod(query[:3])
     return rows * value[3] * plan.kernel_itemsize, rows * plan.lse_itemsize
 
@@ -149,7 +149,7 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
     schedule = SCHEDULES[plan.schedule_name]
     if hasattr(schedule, "extra_bytes"):
         return schedule.extra_bytes(plan)
-    query, key, value = plan.shards
+    query, key, value = plan.padded_shards
     narrow, wide = plan.dtype.itemsize, plan.output_itemsize
     rows, output = math.prod(query[:3]), math.prod(query[:3]) * value[3]
     dq, dkv = math.prod(query), math.prod(key) + math.prod(value)

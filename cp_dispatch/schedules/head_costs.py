@@ -61,8 +61,7 @@ class Messages:
     def __init__(self, schedule, plan: Plan, rank: int):
         self.plan, self._schedule = plan, schedule
         geometry = plan.geometry
-        multiple = BACKENDS[plan.backend].head_dim_multiple
-        self._dims = tuple(-(-shape[3] // multiple) * multiple for shape in plan.shards)
+        self._dims = tuple(shape[3] for shape in plan.padded_shards)
         ranks = schedule.ranks or plan.world_size
         first = rank // ranks * ranks
         self._rank, self.group = rank - first, rank // ranks
@@ -174,7 +173,7 @@ def transfers(schedule, plan: Plan, rank: int) -> tuple[list[Transfer], list[Tra
 
 def extra_bytes(schedule, plan: Plan) -> tuple[int, int]:
     """As :func:`cp_dispatch.report.extra_bytes`."""
-    query, key, value = plan.shards
+    query, key, value = plan.padded_shards
     messages = Messages(schedule, plan, 0)
     ranks, count = schedule.ranks or plan.world_size, len(messages.stages)
     # Of the group's rows and this rank's heads: about as many as its rows of all heads.

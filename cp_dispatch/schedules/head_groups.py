@@ -18,7 +18,7 @@ from cp_dispatch.schedules.job import Job
 
 
 class HeadGroups:
-    """``schedule`` for ``groups`` equal groups of key heads."""
+    """``schedule`` for ``groups`` groups of key heads, equal ones on a rank that has most."""
 
     def __init__(self, schedule, groups: int):
         self._schedule, self._groups = schedule, groups
@@ -76,16 +76,22 @@ class HeadGroups:
 
     def _each(self, job: Job, query: Tensor, key: Tensor) -> Iterator[tuple[Job, slice, slice]]:
         """Each group's job, and its heads among those of queries and of keys."""
-        heads, key_heads = (x.size(1) // self._groups for x in (query, key))
+        key_heads = key.size(1)
+        shared = query.size(1) // max(1, key_heads)
         for group in range(self._groups):
-            rows = slice(group * heads, (group + 1) * heads)
+            # Beside tensor parallelism a rank may have fewer heads than those that the groups were
+            # made for; all that share its sequence have as many.
+            start, end = (x * key_heads // self._groups for x in (group, group + 1))
+            if start == end:
+                continue
+            rows = slice(start * shared, end * shared)
             own = job
             if job.mask is not None:
                 own = replace(own, mask=_heads(job.mask, rows))
             if job.dropout is not None:
                 first = job.dropout.head_start + rows.start
                 own = replace(own, dropout=replace(job.dropout, head_start=first))
-            yield own, rows, slice(group * key_heads, (group + 1) * key_heads)
+            yield own, rows, slice(start, end)
 
 
 def _heads(mask: Tensor, heads: slice) -> Tensor:

@@ -50,7 +50,8 @@ def mailbox(
         known[1].retire()
         if known[1].is_in_a_graph:
             _retired.append(known[1])  # its replays go on writing there
-    room = -(-size // _GRAIN) * _GRAIN
+    # Also for nothing: of another mesh dim's ranks some may have no batch row or no head.
+    room = max(1, -(-size // _GRAIN)) * _GRAIN
     readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
     box = apart(stream.device, _make, group, stream, room, readers, name, steps)
     _boxes[key] = group, box

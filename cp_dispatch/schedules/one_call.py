@@ -128,7 +128,7 @@ def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
 def extra_bytes(plan: Plan) -> tuple[int, int]:
     """As :func:`cp_dispatch.report.extra_bytes`: the keys as they come and as they are seen; in the
     backward their gradients as the kernel gives them, as they are sent and as they come."""
-    query, _, value = plan.shards
+    query, _, value = plan.padded_shards
     ranks = range(plan.world_size)
     owned = sum(map(plan.geometry.key_length, ranks)) * plan.key_row_bytes
     seen = most_keys(plan.geometry) * plan.key_row_bytes

@@ -27,8 +27,8 @@ class Rooms:
         self._boxes: dict[tuple, Box] = {}
         #: A larger box takes a smaller one's place, on every rank at the same call.
         self._sizes: dict[tuple, int] = {}
-        #: Bytes of the smallest box.
-        self.least = 0
+        #: Bytes of the smallest box; there is a room for nothing too.
+        self.least = 1
         self.flags: dict[tuple, set] = {}
         #: Bytes that each rank pushed to others or pulled from them, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
@@ -135,7 +135,6 @@ class Box:
                 sent[name] = sent.get(name, 0) + target.nbytes
 
     def move(self, source, first, rows, rank, offset, stride) -> list[int]:
-        assert 0 <= offset < len(self._memory[rank]), (offset, len(self._memory[rank]))
         return [source, first, rows, self._memory[rank].data_ptr() + offset, stride]
 
     def push_rows(
@@ -158,6 +157,7 @@ class Box:
             for row in range(sources[index].size(0)):
                 slab = sources[index][row, start : start + rows]
                 assert len(sources[index]) == 1 or stride >= slab.nbytes
+                self._assert_in_a_room(address + row * stride, slab.nbytes)
                 ctypes.memmove(address + row * stride, slab.data_ptr(), slab.nbytes)
                 if not own <= address < own + len(self._memory[self._rank]):
                     name = self._key[1], self._rank
@@ -166,6 +166,14 @@ class Box:
             self._note(ENDED)
             self._raise("full", peers)
             self._take("full", peers)
+
+    def _assert_in_a_room(self, address: int, size: int) -> None:
+        starts = [x.data_ptr() for x in self._memory]
+        ends = [x.data_ptr() + len(x) for x in self._memory]
+        assert not size or any(
+            start <= address and address + size <= end
+            for start, end in zip(starts, ends, strict=True)
+        )
 
     def push_here(self, sources, moves, opens=()) -> None:
         for box in opens:

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import HeadTail, decide
+from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.schedules import head_costs
 from tests.distributed.calls import only
 from tests.distributed.recorder import Record, Recorder
@@ -255,6 +256,22 @@ def test_plans_know_what_heads_cost(monkeypatch, recorder, fields, stages, sched
             for name in ("sent", "received")
         ]
         assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "schedule", ["natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hybrid:2"]
+)
+def test_plans_know_that_padded_heads_travel(monkeypatch, recorder, schedule, causal):
+    monkeypatch.setattr(CpuFlash, "head_dim_multiple", 8)
+    monkeypatch.setattr(decide, "_plans", {})
+    problem = Problem(heads=4, length=32, dim=12, causal=causal)
+    with only("cpu_flash"):
+        records = traffic(recorder, problem, 4, schedule=schedule)
+    for rank, (*both, plan) in enumerate(records):
+        for record, moves in zip(both, plan.transfers(rank), strict=True):
+            sent = sum(record.sent) + sum(record.gathered)
+            assert sent == sum(move.bytes for move in moves) and record.collectives
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

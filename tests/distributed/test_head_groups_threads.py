@@ -71,6 +71,39 @@ def test_masks_and_their_gradients(monkeypatch, mask, where):
     judge(problem, 4, "math", where=where)
 
 
+@pytest.mark.parametrize("transport", ["rooms", "collectives"])
+@pytest.mark.parametrize("causal, mask, where", [
+    (True, None, None), (False, None, None),
+    (False, Mask("1hqk", None, needs_grad=True), [Replicate(), Shard(1)]),
+], ids=["causal", "full", "mask"])  # fmt: skip
+@pytest.mark.parametrize("heads", [4, 5, 7])
+def test_heads_that_tensor_parallel_ranks_do_not_share_evenly(
+    monkeypatch, heads, causal, mask, where, transport
+):
+    """Of 3 ranks the last one has fewer than the others, or none: no groups of one size."""
+    rooms = Rooms(monkeypatch) if transport == "rooms" else None
+    problem = Problem(batch=2, heads=heads, length=48, dim=16, causal=causal, mask=mask)
+    tensors, kernel = problem.tensors(), "math" if mask else "cpu_flash"
+    want, alone = exact(problem, tensors), one_device(problem, tensors, kernel)
+    floors, few = rounding(problem, tensors)
+    monkeypatch.setattr(settle, "LARGEST", 1)  # as many groups as heads
+    monkeypatch.setattr(cp_dispatch.decide, "_plans", {})
+
+    def rank_body(rank):
+        mesh, places = init_device_mesh("cpu", (2, 3)), [Shard(2), Shard(1)]
+        with cp_dispatch.enabled(schedule="gather"):
+            inputs = [distribute(x, mesh, places) for x in tensors[:3]]
+            plan = cp_dispatch.explain(*inputs, is_causal=causal)
+            assert plan.head_groups == -(-heads // 3)
+            got = run_sharded(problem, tensors, mesh, places, mask_placements=where)
+        check(got, want, alone, floors=floors, few=few)
+
+    with only(kernel):
+        run_threads(6, rank_body)
+    if rooms is not None:
+        rooms.assert_all_is_quiet()
+
+
 def test_dropout_drops_the_same_pairs(monkeypatch):
     # Ranks in threads share a generator; processes draw one seed because each has its own.
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(1234))

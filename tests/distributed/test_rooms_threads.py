@@ -5,6 +5,7 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the r
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -157,6 +158,30 @@ def test_batch_rows_that_are_one(rooms, schedule):
 
     with only("cpu_flash"):
         run_threads(2, rank_body)
+    rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("schedule", ["natural_ring", "mirrored_ring", "gather", "ulysses"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("batch, heads, mesh, other", [
+    (0, 2, (2,), None), (2, 4, (3, 2), Shard(0)), (2, 4, (3, 2), Shard(1)),
+], ids=["no batch row", "no batch row on some", "no head on some"])  # fmt: skip
+def test_nothing_on_all_ranks_that_share_rooms(rooms, batch, heads, mesh, other, causal, schedule):
+    if other == Shard(1):
+        heads = 2 if schedule != "ulysses" else 4
+    problem = Problem(batch=batch, heads=heads, length=24, dim=16, causal=causal)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank):
+        places = [Shard(2)] if other is None else [other, Shard(2)]
+        with cp_dispatch.enabled(schedule=schedule):
+            got = run_sharded(problem, tensors, init_device_mesh("cpu", mesh), places)
+        check(got, want, alone, floors=floors, few=few)
+
+    with only("math"):
+        run_threads(math.prod(mesh), rank_body)
     rooms.assert_all_is_quiet()
 
 

@@ -55,6 +55,16 @@ def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
         assert log == ["current", "side", *meeting, "made", *meeting]
 
 
+def test_a_room_for_nothing_is_a_room():
+    """Of a rank without batch rows or heads, which takes part in what the others do."""
+    log: list[str] = []
+    sizes = []
+    with mock.patch.dict(mailboxes._boxes, clear=True):
+        with mock.patch.object(mailboxes, "_make", lambda *args: sizes.append(args[2])):
+            made(0, log, Stream("current", log), Stream("side", log))
+    assert sizes == [mailboxes._GRAIN]
+
+
 def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box = object.__new__(mailbox.Mailbox)
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
