@@ -61,6 +61,12 @@ def ownership(
     return Ownership(length, ring_shape, layout, batch)
 
 
+def lanes_of(first: int, batch: int) -> tuple[int, int]:
+    """``batch`` of an :class:`Ownership` in a layout with rows of its own. A rank without batch
+    rows has one lane all the same, any row's."""
+    return (first, batch) if batch else (0, 1)
+
+
 def rank_at(coordinate: Sequence[int], ring_shape: Sequence[int]) -> int:
     """The rank, among those of a ring over mesh dims of these sizes, with these coordinates in
     them: the first dim is the slowest."""

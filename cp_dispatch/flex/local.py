@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
-from cp_dispatch.by_need.ownership import Ownership, ownership, rank_at
+from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership, rank_at
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
@@ -68,14 +68,14 @@ class LocalFlex:
     @functools.cached_property
     def _lanes(self) -> int:
         layout = self.plan.layout
-        return self.part[1] if layout is not None and layout.rows > 1 else 1
+        return max(1, self.part[1]) if layout is not None and layout.rows > 1 else 1
 
     @functools.cached_property
     def queries(self) -> Ownership:
         layout = self.plan.layout
         # Also of a single batch row: it lies as its own row of the layout says.
-        own = layout is not None and layout.rows > 1 and self.part[1]
-        batch = (self.part[0], self.part[1]) if own else None
+        own = layout is not None and layout.rows > 1
+        batch = lanes_of(*self.part[:2]) if own else None
         return ownership(int(self.plan.query_length), self.plan.ring_shape, self._layout, batch)
 
     @once

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single, resolve_group
 from cp_dispatch.by_need.kept import Kept
-from cp_dispatch.by_need.ownership import Ownership, ownership
+from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership
 from cp_dispatch.flex import needs as needs_
 from cp_dispatch.flex.cut import Blocks, dense, packed_shapes, touched
 from cp_dispatch.flex.exchange import Exchange
@@ -75,7 +75,8 @@ class MaskJob:
     @property
     def lanes(self) -> int:
         """Sets of batch rows of this rank that lie alike."""
-        return int(self.part[1]) if self.layout and from_text(self.layout).rows > 1 else 1
+        own = self.layout and from_text(self.layout).rows > 1
+        return max(1, int(self.part[1])) if own else 1
 
     @property
     def columns(self):
@@ -92,8 +93,8 @@ class MaskJob:
     def _owned(self, length: int) -> Ownership:
         first, batch, *_ = self.part
         # Also a single batch row lies as its own row of the layout says.
-        own = self.layout and from_text(self.layout).rows > 1 and batch
-        lanes = (int(first), int(batch)) if own else None
+        own = self.layout and from_text(self.layout).rows > 1
+        lanes = lanes_of(int(first), int(batch)) if own else None
         return ownership(int(length), tuple(self.ring_shape), self.layout, lanes)
 
     def own_part(self) -> Blocks:

@@ -98,8 +98,9 @@ def truth(given: Lists) -> dict[str, Tensor]:
     return dict(zip(NAMES, [x.detach() for x in results], strict=False))
 
 
-def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1) -> None:
-    """``ranks``: how many, or the sizes of mesh dims that share the sequence."""
+def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1, places=None) -> None:
+    """``ranks``: how many, or the sizes of mesh dims, which share the sequence unless ``places``
+    tells otherwise."""
     want = truth(given)
     shape = (ranks,) if isinstance(ranks, int) else ranks
 
@@ -112,7 +113,7 @@ def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1) -
 
         def place(x):
             x = x if layout is None else permuted(x, layout.indices)
-            return distribute(x, mesh, [Shard(2)] * mesh.ndim)
+            return distribute(x, mesh, places or [Shard(2)] * mesh.ndim)
 
         *leaves, grad, grad_lse = map(place, tensors(given.length))
         leaves = [x.requires_grad_() for x in leaves]
@@ -159,6 +160,14 @@ def test_lists_hold(length, ranks, kind, schedule):
 @pytest.mark.parametrize("schedule", ["auto", "ring"])
 def test_any_block_size(block, schedule):
     run(make("by batch row and head", 50, block), 3, schedule)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "by batch row and head"])
+@pytest.mark.parametrize("schedule", ["auto", "gather"])
+def test_ranks_without_batch_rows(kind, schedule):
+    """In a layout of each batch row, of which they have none either."""
+    layout, places = PerDocumentHeadTail([[7, 43], [30, 20]], 2), [Shard(0), Shard(2)]
+    run(make(kind, 50), (B + 1, 2), schedule, layout, places=places)
 
 
 @pytest.mark.parametrize("kind", KINDS)
