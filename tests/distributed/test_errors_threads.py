@@ -125,7 +125,7 @@ def test_memory_runs_out_anywhere(rooms, monkeypatch, caplog, failing, schedule,
         everything, masks = Memory(None), [] if mask is None else [mask.detach()]
         schedules.memory.mode = everything
         with cp_dispatch.enabled(schedule=chosen, layout=layout):
-            for last in itertools.count():
+            for last in itertools.count(step=len(failing)):  # two ranks: every other one
                 memory = Memory(last) if rank in failing else everything
                 schedules.memory.mode = memory if where == "forward" else everything
                 missing = False
