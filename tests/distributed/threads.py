@@ -13,6 +13,7 @@ import time
 import traceback
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.fx.traceback
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -135,8 +136,8 @@ def _threaded_world():
     # two threads one took away the other's (KeyError: 'custom').
     annotate = torch.fx.traceback.annotate
     torch.fx.traceback.annotate = lambda notes: contextlib.nullcontext()
-    # That something is traced is, up to torch 2.13, one flag of the process, which two threads that
-    # put back what they found left on; then nothing compiles any more. FlexAttention traces mods.
+    # That something is traced is, up to torch 2.13, one flag of the process. FlexAttention traces
+    # mods.
     trace, tracing = torch.fx.Tracer.trace, threading.RLock()
 
     def trace_in_turn(*args, **kwargs):
@@ -144,11 +145,35 @@ def _threaded_world():
             return trace(*args, **kwargs)
 
     torch.fx.Tracer.trace = trace_in_turn
+    put_back = _flags_of_the_process()
     try:
         yield
     finally:
+        put_back()
         torch.fx.Tracer.trace = trace
         torch.fx.traceback.annotate = annotate
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+# What FlexAttention sets while it runs eagerly, and then puts back as it found it: of threads, as
+# another has set it. One that traced left the first on, and nothing compiled any more.
+_FLAGS = (
+    (torch.fx._symbolic_trace, "_is_fx_tracing_flag"),  # a thread's own from torch 2.14
+    (torch._dynamo.config, "allow_empty_graphs"),
+    (torch._dynamo.config, "capture_scalar_outputs"),
+    (torch._dynamo.config, "recompile_limit"),
+    (torch._dynamo.config, "accumulated_recompile_limit"),
+)
+
+
+def _flags_of_the_process():
+    """A function that puts the flags back to what they are now."""
+    found = [(owner, name, getattr(owner, name)) for owner, name in _FLAGS if hasattr(owner, name)]
+
+    def put_back() -> None:
+        for owner, name, value in found:
+            setattr(owner, name, value)
+
+    return put_back
