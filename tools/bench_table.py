@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import pathlib
 import re
 
@@ -144,7 +145,37 @@ def flex_table(record: dict) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"train": train_table, "host": host_table, "flex": flex_table}
+def varlen_table(record: dict) -> str:
+    """Share of one GPU's ``varlen_attn`` that each way keeps, for each length and documents."""
+    rows = [row for row in record["rows"] if "kept" in row]
+    name = operator.itemgetter("tokens_per_rank", "document_mean", "implementation")
+    cells = {(*name(row), row["mode"]): row for row in rows}
+    lines = [
+        "| tokens per GPU | documents | | forward | forward + backward | extra memory | sent |",
+        "|---" * 7 + "|",
+    ]
+    for key in dict.fromkeys(map(name, rows)):
+        forward, both = (cells.get((*key, mode)) for mode in ("fwd", "fwd+bwd"))
+        kept = [f"{row['kept'] * 100:.1f}%" if row else "" for row in (forward, both)]
+        last = both or forward
+        lines.append(
+            f"| {key[0]:,} | {key[1]:,} | {key[2]} | {' | '.join(kept)} | "
+            f"{last['extra_mib']:,.0f} MiB | {last['sent_mib']:,.0f} MiB |"
+        )
+    one = rows[0]
+    heads, key_heads = one["heads"]
+    window = f", a window of {one['window']:,}" if one["window"] else ""
+    lines += [
+        "",
+        f"`varlen_attn` on {one['ranks']} x {record['card']}, causal{window}, {one['dtype']}, "
+        f"{heads} query and {key_heads} key/value heads of {one['head_dim']}, documents of so many "
+        f"tokens on average, {steps_of(one)} per timed round; sent: by the rank that sends most, "
+        f"forward. torch {record['torch']}, {record['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"train": train_table, "host": host_table, "flex": flex_table, "varlen": varlen_table}
 
 
 def main() -> None:

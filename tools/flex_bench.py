@@ -21,6 +21,7 @@ import pathlib
 
 import torch
 import torch.distributed as dist
+from bench_problems import document_lengths, steps
 from bench_timing import measure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -64,7 +65,7 @@ class Problem:
         self.length = tokens * mesh.size()
         self.device = torch.device(mesh.device_type)
         self.dtype = getattr(torch, args.dtype)
-        self.documents = _document_lengths(self.length, args.document_mean)
+        self.documents = document_lengths(self.length, args.document_mean)
         self.mask_mod = self._mask_mod()
         # Some rows at a time: all at once take 16 GiB at 131,072 tokens.
         self.mask = create_cp_block_mask(
@@ -97,17 +98,6 @@ class Problem:
         args = self.args
         row = 2 * args.batch * args.heads[1] * args.head_dim * self.dtype.itemsize
         return row * self.tokens
-
-
-def _document_lengths(length: int, mean: int) -> list[int]:
-    """Uniform in [1, 2 * mean), the same on every rank, until the sequence is full."""
-    generator = torch.Generator().manual_seed(0)
-    lengths, left = [], length
-    while left:
-        size = min(left, int(torch.randint(1, 2 * mean, (), generator=generator)))
-        lengths.append(size)
-        left -= size
-    return lengths
 
 
 def compiled(problem: Problem):
@@ -194,19 +184,6 @@ IMPLEMENTATIONS = {
     "torch cp, document head-tail": (lambda p: torch_cp(p, "documents"), ("documents",)),
     "torch cp, PTRR": (lambda p: torch_cp(p, "PTRR"), ("causal", "documents", "window")),
 }  # fmt: skip
-
-
-def steps(inputs, grad, call):
-    def forward():
-        with torch.no_grad():
-            return call(*inputs)
-
-    leaves = [x.detach().requires_grad_() for x in inputs]
-
-    def both():
-        return torch.autograd.grad(call(*leaves), leaves, grad)
-
-    return {"fwd": forward, "fwd+bwd": both}
 
 
 def run_point(problem: Problem, args, cuda: bool):

@@ -1,0 +1,241 @@
+"""Time ``varlen_attn`` over ranks: one GPU, this project, and keys gathered by hand, in one run.
+
+    torchrun --nproc-per-node 4 tools/varlen_bench.py --tokens 8192 --tokens 32768
+
+Causal packed documents. "kept" is (one GPU's time for the whole sequence / ranks) / time, with the
+same kernel and the same documents in the same run; "sent" is what the rank that sends most gives to
+others in a forward. Torch has no context parallelism for ``varlen_attn``: "gathered by hand" is
+what users write, an all-gather of all keys and values and one call for this rank's rows, whose
+backward is a reduce-scatter (as Llama 3 was trained, arXiv:2407.21783, section 3.3.2).
+Times are those of ``tools/bench.py``. The JSON goes to ``tools/results/`` unless ``--out`` says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import inspect
+import itertools
+import json
+import pathlib
+import warnings
+
+import torch
+import torch.distributed as dist
+from bench_problems import document_lengths, steps
+from bench_record import about, failure
+from bench_timing import measure
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.varlen import varlen_attn
+
+import cp_dispatch
+from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.schedules import mailboxes
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+# Torch 2.11 takes grouped heads without being told.
+GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, action="append", help="per rank")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"))
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--document-mean", type=int, action="append", help="tokens, 4096 unless set"
+    )
+    parser.add_argument("--window", type=int, help="tokens that a row sees; all unless set")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="back to back in a timed round")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--only", action="append", help="implementations whose names hold this")
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    args.cuda_graph = False  # documents are read on the host
+    return args
+
+
+class Problem:
+    """Documents of one length, as ``starts``: cumulative lengths, int32."""
+
+    def __init__(self, args, mesh, tokens: int, mean: int):
+        self.args, self.mesh, self.tokens, self.mean = args, mesh, tokens, mean
+        self.length = tokens * mesh.size()
+        self.device = torch.device(mesh.device_type)
+        self.documents = document_lengths(self.length, mean)
+        ends = itertools.accumulate(self.documents, initial=0)
+        self.starts = torch.tensor(list(ends), dtype=torch.int32, device=self.device)
+        self.window = (-1 if args.window is None else args.window - 1, 0)
+
+    def tensors(self, length: int) -> list[torch.Tensor]:
+        """query, key, value, grad_output ``(length, H, D)``."""
+        heads, key_heads = self.args.heads
+        dtype = getattr(torch, self.args.dtype)
+        return [
+            torch.randn(length, n, self.args.head_dim, device=self.device, dtype=dtype)
+            for n in (heads, key_heads, key_heads, heads)
+        ]
+
+    def attend(self, query, key, value):
+        longest = max(self.documents)
+        return varlen_attn(
+            query, key, value, self.starts, self.starts, longest, longest,
+            window_size=self.window, **GQA,
+        )  # fmt: skip
+
+
+# Each implementation: problem -> (inputs, grad, call, bytes sent). Entered as a context.
+@contextlib.contextmanager
+def one_device(problem: Problem):
+    *inputs, grad = problem.tensors(problem.length)
+    yield inputs, grad, problem.attend, 0
+
+
+@contextlib.contextmanager
+def ours(problem: Problem, balancer=None):
+    ranks = problem.mesh.size()
+    layout = None if balancer is None else balancer(problem, ranks)
+    with cp_dispatch.enabled(layout=layout):
+        *inputs, grad = (
+            DTensor.from_local(x, problem.mesh, [Shard(0)], run_check=False)
+            for x in problem.tensors(problem.tokens)
+        )
+        plan = cp_dispatch.explain_varlen(
+            *inputs, problem.starts, problem.starts, window_size=problem.window
+        )
+        yield inputs, grad, problem.attend, max(map(plan.bytes_sent, range(ranks)))
+
+
+@contextlib.contextmanager
+def by_hand(problem: Problem):
+    """All keys to all ranks. A rank's rows are the ends of the documents that it has a part of, so
+    the keys before its last row, from the start of its first document on, are those of one call."""
+    mesh, tokens = problem.mesh, problem.tokens
+    begin = mesh.get_local_rank() * tokens
+    end = begin + tokens
+    starts = problem.starts.tolist()
+    first = max(x for x in starts if x <= begin)
+    inside = [x for x in starts if begin < x < end]
+    rows, keys = (
+        torch.tensor([x - bounds[0] for x in bounds], dtype=torch.int32, device=problem.device)
+        for bounds in ([begin, *inside, end], [first, *inside, end])
+    )
+    longest = int(rows.diff().max()), int(keys.diff().max())
+    # Deprecated from torch 2.13 on, before which the other has no gradient.
+    warnings.filterwarnings("ignore", "`torch.distributed._functional_coll", FutureWarning)
+
+    def attend(query, key, value):
+        key, value = (
+            all_gather_tensor_autograd(x, 0, mesh)[first:end].contiguous() for x in (key, value)
+        )
+        return varlen_attn(
+            query, key, value, rows, keys, *longest, window_size=problem.window, **GQA
+        )
+
+    *inputs, grad = problem.tensors(tokens)
+    yield inputs, grad, attend, (mesh.size() - 1) * sum(x.nbytes for x in inputs[1:])
+
+
+IMPLEMENTATIONS = {
+    "one device": one_device,
+    "cp_dispatch": ours,
+    "cp_dispatch, head-tail": lambda p: ours(p, lambda p, ranks: HeadTail(p.length, ranks)),
+    "cp_dispatch, document head-tail": lambda p: ours(
+        p, lambda p, ranks: PerDocumentHeadTail(p.documents, ranks)
+    ),
+    "gathered by hand": by_hand,
+}
+
+
+def run_point(problem: Problem, args, cuda: bool):
+    """A row for each implementation and mode, as soon as it is there."""
+    alone = {}
+    for name, implementation in IMPLEMENTATIONS.items():
+        if args.only and not any(word in name for word in (*args.only, "one device")):
+            continue
+        for mode in ("fwd", "fwd+bwd"):
+            row = {
+                "implementation": name,
+                "mode": mode,
+                "tokens_per_rank": problem.tokens,
+                "ranks": problem.mesh.size(),
+                "heads": list(args.heads),
+                "head_dim": args.head_dim,
+                "dtype": args.dtype,
+                "document_mean": problem.mean,
+                "window": args.window,
+                "steps": args.steps,
+            }
+            try:
+                with implementation(problem) as (inputs, grad, call, sent):
+                    row |= measure(steps(inputs, grad, call)[mode], args, cuda)
+                    row["sent_mib"] = sent / 2**20
+                del inputs, grad, call
+            except (RuntimeError, NotImplementedError) as error:
+                row |= failure(error)
+            if "seconds" in row:
+                if name == "one device":
+                    alone[mode] = row["seconds"]
+                elif mode in alone:
+                    row["kept"] = alone[mode] / problem.mesh.size() / row["seconds"]
+            if dist.get_rank() == 0:
+                print(show(row), flush=True)
+            yield row
+            gc.collect()
+            if cuda:
+                mailboxes.free()
+                torch.cuda.empty_cache()
+
+
+def show(row: dict) -> str:
+    text = f"{row['tokens_per_rank']:7d} {row['document_mean']:6d} {row['mode']:8s} "
+    text += f"{row['implementation']:32s} "
+    if "error" in row:
+        return text + row["error"]
+    text += f"{row['seconds'] * 1e3:9.3f} ms"
+    text += f"  kept {row['kept'] * 100:5.1f}%" if "kept" in row else " " * 13
+    return text + (
+        f"  host {row['host_seconds'] * 1e3:7.3f} ms  extra {row['extra_mib']:7.0f} MiB"
+        f"  sent {row['sent_mib']:7.1f} MiB"
+    )
+
+
+def main() -> None:
+    args = parse()
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if cuda:
+        torch.cuda.set_device(rank)
+    elif not args.only:
+        # Torch has no kernel for plain tensors on CPU.
+        args.only = ["cp_dispatch"]
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks,), mesh_dim_names=("cp",))
+    torch.manual_seed(rank)
+    record = about(cuda) | {"kind": "varlen", "rows": []}
+    card = record["card"].split()[-1].lower()
+    out = args.out or RESULTS / f"{record['date']}-{ranks}x{card}-varlen.json"
+    if rank == 0:
+        print(f"{record['card']} x {ranks}, torch {record['torch']}")
+    for tokens, mean in itertools.product(
+        args.tokens or [8192, 32768], args.document_mean or [4096]
+    ):
+        for row in run_point(Problem(args, mesh, tokens, mean), args, cuda):
+            record["rows"].append(row)
+            if rank == 0:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(record, indent=1) + "\n")
+    if rank == 0:
+        print(f"wrote {out}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
