@@ -30,7 +30,7 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
 
     ``schedule`` is the one that the placements ask for, ``"local"`` for a whole sequence.
     """
-    if layout.world_size == 1:
+    if layout.world_size == 1 == math.prod(ring_shape):
         return []
     lengths = {"query": call.query.shape[2], "key and value": call.key.shape[2]}
     sharded = {
