@@ -248,6 +248,8 @@ def test_refusals():
                 inputs[mixed[1]] = DTensor.from_local(value, mesh, odd, run_check=False)
                 refused(fits, inputs, "beside shards that lie in the layout")
                 refused(fits, inputs, "beside shards that lie in the layout", is_causal=True)
+        sums = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in (key, value)]
+        refused(fits, [sharded[0], *sums], "beside shards that lie in the layout", dropout_p=0.5)
         rows = distribute(torch.ones(1, 1, 48, 48, dtype=torch.bool), mesh, [Shard(2)])
         own = PerDocumentHeadTail([[8, 40], [40, 8]], 2)
         refused(own, sharded, "a row of the batch of its own", attn_mask=rows)
