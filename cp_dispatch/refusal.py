@@ -105,7 +105,7 @@ def _mask_refusals(call: Call) -> list[str]:
             "by dim"
         )
     if not isinstance(mask, DTensor):
-        if mask.requires_grad:
+        if mask.requires_grad and torch.is_grad_enabled():
             reasons.append(
                 "attn_mask is a plain tensor that needs a gradient; make it a replicated DTensor"
             )
