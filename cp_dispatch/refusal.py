@@ -118,6 +118,16 @@ def _mask_refusals(call: Call) -> list[str]:
             f"attn_mask is placed {mask.placements}; supported are Shard(dim), Replicate() and, "
             "for a bias, Partial()"
         )
+    else:
+        reasons += [
+            f"attn_mask is {placed} on {label(mask, dim)}, whose ranks do not ascend, so that "
+            "DTensor would put it together in another order; replicate it, or use a mesh with "
+            "ascending ranks"
+            for dim, placed in enumerate(mask.placements)
+            if isinstance(placed, Shard)
+            and placed != query.placements[dim]
+            and not ascends(mask.device_mesh, (dim,))
+        ]
     return reasons
 
 
