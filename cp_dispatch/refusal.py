@@ -97,8 +97,9 @@ def _mask_refusals(call: Call) -> list[str]:
             f"{query.dtype}"
         )
     scores = (*query.shape[:-1], key.shape[-2])
-    if mask.ndim != query.ndim or any(
-        size not in (1, full) for size, full in zip(mask.shape, scores, strict=True)
+    # Where query keeps other dims than four, for a reason of its own, so does the mask.
+    if not 1 <= mask.ndim <= query.ndim or any(
+        size not in (1, full) for size, full in zip(mask.shape[::-1], scores[::-1], strict=False)
     ):
         reasons.append(
             f"attn_mask {list(mask.shape)} does not broadcast to the scores {list(scores)}, dim "

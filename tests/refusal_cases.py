@@ -116,6 +116,12 @@ ONE_DIM = {
         lambda m: arguments(m, (8, 64, 16), placements=(R,), key_placements=(R,)),
         [("query must have shape [B, H, S, D] like the others", "got [8, 64, 16] placed (Repl")],
     ),
+    "batch dims, and a mask that fits": (
+        lambda m: arguments(m, (2, 4, 8, 64, 16), (2, 4, 2, 64, 16), placements=(Shard(1),),
+                            attn_mask=torch.ones(64, 64)),
+        [(f"{x} must have shape [B, H, S, D]", "DTensor can flatten")
+         for x in ("query", "key", "value")],
+    ),
     "one dim": (
         lambda m: arguments(m, (16,), (16,), placements=(R,)),
         [(f"{x} must have shape [B, H, S, D] like the others", "got [16] placed (Replicate(),)")
