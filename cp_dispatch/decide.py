@@ -136,7 +136,7 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
             "torch.backends.cuda flags"
         )
         return Plan("refused", reasons=(refusal, *reasons), shards=local.shapes)
-    layout = options.layout if schedule != "local" else None
+    layout = options.order if schedule != "local" else None
     plan = Plan(
         "cp_dispatch",
         backend=backend,

@@ -40,9 +40,11 @@ class Dropout:
     heads: int
     query_length: int
 
-    def factors(self, tile: Tile, batch: int, heads: int) -> Tensor:
+    def factors(
+        self, tile: Tile, batch: int, heads: int, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """What probabilities of a tile are multiplied with: 0 or ``1 / (1 - probability)``,
-        ``(batch, heads, rows, keys)``, float32."""
+        ``(batch, heads, rows, keys)``."""
         device = self.seed.device
 
         def indices(start: int, count: int) -> Tensor:
@@ -57,7 +59,7 @@ class Dropout:
         uniform = (pair >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53
         kept = uniform >= self.probability
         scale = 0.0 if self.probability >= 1.0 else 1.0 / (1.0 - self.probability)
-        return kept.to(torch.float32) * scale
+        return kept.to(dtype) * scale
 
 
 def _signed(constant: int) -> int:

@@ -55,7 +55,7 @@ def explain(
 
 
 def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> Plan:
-    query, key, value = (autocast(x) for x in (query, key, value))
+    query, key, value, attn_mask = map(autocast, (query, key, value, attn_mask))
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         four = four_dims(without_causal_bias(call))

@@ -30,7 +30,7 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
 
     ``schedule`` is the one that the placements ask for, ``"local"`` for a whole sequence.
     """
-    if layout.world_size == 1:
+    if layout.world_size == 1 == math.prod(ring_shape):
         return []
     lengths = {"query": call.query.shape[2], "key and value": call.key.shape[2]}
     sharded = {
@@ -83,7 +83,8 @@ def _pair_refusals(call: Call, named: str) -> list[str]:
         for name, x in tensors.items()
         if name != "query" and any(x.placements[dim] != sequence for dim in dims)
     }
-    if not whole or (len(whole) == 2 and not _order_matters(call, "key and value")):
+    order_matters = _order_matters(call, "key and value") or call.dropout_p > 0.0
+    if not whole or (len(whole) == 2 and not order_matters):
         return []
     return [
         f"{name} is placed {placements} beside shards that lie in the layout, {named}; shard it "

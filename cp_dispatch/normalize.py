@@ -99,7 +99,9 @@ def without_causal_bias(call: Call) -> Call:
 
 def autocast(tensor):
     """The tensor as autocast hands it to attention."""
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, CausalBias):
+        return tensor
+    if not tensor.is_floating_point():
         return tensor
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:

@@ -42,6 +42,11 @@ class Options:
                 f"cp_dispatch.HeadTail(seq_len, world_size), got {self.layout!r}"
             )
 
+    @property
+    def order(self) -> Balancer | None:
+        """The layout, if it is another order than the natural one, which that of one rank is."""
+        return None if self.layout is None or self.layout.world_size == 1 else self.layout
+
 
 def head_ranks(schedule: str) -> int | None:
     """U of ``"hybrid:U"``, else None."""

@@ -25,7 +25,8 @@ from cp_dispatch.flex.style import (
 )
 from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.hf_masks import check_implementation, sliding_window
-from cp_dispatch.layouts import Balancer
+from cp_dispatch.layouts import Balancer, Span
+from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
 from cp_dispatch.style_mark import mark
@@ -50,8 +51,8 @@ class ContextParallel(ParallelStyle):
     ``F.scaled_dot_product_attention`` that the module calls on plain tensors takes them for this
     rank's shards, as inside :func:`cp_dispatch.context_parallel`; so the module may have plain
     parameters, whose gradients are those of this rank's rows. DTensor inputs must be
-    ``Shard(seq_dim)`` on the mesh; the module gets their local tensors, and its outputs become
-    DTensors again.
+    ``Shard(seq_dim)`` on the mesh; the module gets their local tensors, and its outputs, whose
+    sequence has to be that dim too, become DTensors again.
 
     With ``attention_type="flex"`` the module is one around ``flex_attention``, and query, key and
     value are found among its arguments, by these names (or q, k, v), positional or by keyword,
@@ -260,6 +261,14 @@ class ContextParallel(ParallelStyle):
         if not self._has_sequence(x):
             return x
         shape = list(x.shape)
+        own = chunk(Span(0, length), mesh.size())[mesh.get_local_rank()].length
+        if shape[self.seq_dim] != own:
+            raise ContextParallelError(
+                f"ContextParallel(seq_dim={self.seq_dim}) makes DTensors of outputs again where "
+                f"inputs are, but one of shape {shape} does not have this rank's {own} of {length} "
+                f"positions along dim {self.seq_dim}; give the module plain shards, or apply the "
+                "style to a smaller one, whose outputs lie like its inputs"
+            )
         shape[self.seq_dim] = length
         return DTensor.from_local(
             x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,

@@ -97,15 +97,16 @@ def _mask_refusals(call: Call) -> list[str]:
             f"{query.dtype}"
         )
     scores = (*query.shape[:-1], key.shape[-2])
-    if mask.ndim != query.ndim or any(
-        size not in (1, full) for size, full in zip(mask.shape, scores, strict=True)
+    # Where query keeps other dims than four, for a reason of its own, so does the mask.
+    if not 1 <= mask.ndim <= query.ndim or any(
+        size not in (1, full) for size, full in zip(mask.shape[::-1], scores[::-1], strict=False)
     ):
         reasons.append(
             f"attn_mask {list(mask.shape)} does not broadcast to the scores {list(scores)}, dim "
             "by dim"
         )
     if not isinstance(mask, DTensor):
-        if mask.requires_grad:
+        if mask.requires_grad and torch.is_grad_enabled():
             reasons.append(
                 "attn_mask is a plain tensor that needs a gradient; make it a replicated DTensor"
             )
@@ -118,6 +119,16 @@ def _mask_refusals(call: Call) -> list[str]:
             f"attn_mask is placed {mask.placements}; supported are Shard(dim), Replicate() and, "
             "for a bias, Partial()"
         )
+    else:
+        reasons += [
+            f"attn_mask is {placed} on {label(mask, dim)}, whose ranks do not ascend, so that "
+            "DTensor would put it together in another order; replicate it, or use a mesh with "
+            "ascending ranks"
+            for dim, placed in enumerate(mask.placements)
+            if isinstance(placed, Shard)
+            and placed != query.placements[dim]
+            and not ascends(mask.device_mesh, (dim,))
+        ]
     return reasons
 
 

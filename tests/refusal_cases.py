@@ -29,6 +29,12 @@ def other_mesh(mesh):
     return DeviceMesh("cpu", torch.arange(mesh.size() - 1, -1, -1), mesh_dim_names=("other",))
 
 
+def mask_over_descending_ranks(_):
+    mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "cp"))
+    mask = outline(mesh, (1, 1, 64, 64), (Shard(2), Shard(3)), torch.bool)
+    return arguments(mesh, placements=(Shard(2), R), attn_mask=mask)
+
+
 def replaced(mesh, **tensors):
     return {**arguments(mesh), **tensors}
 
@@ -110,6 +116,12 @@ ONE_DIM = {
         lambda m: arguments(m, (8, 64, 16), placements=(R,), key_placements=(R,)),
         [("query must have shape [B, H, S, D] like the others", "got [8, 64, 16] placed (Repl")],
     ),
+    "batch dims, and a mask that fits": (
+        lambda m: arguments(m, (2, 4, 8, 64, 16), (2, 4, 2, 64, 16), placements=(Shard(1),),
+                            attn_mask=torch.ones(64, 64)),
+        [(f"{x} must have shape [B, H, S, D]", "DTensor can flatten")
+         for x in ("query", "key", "value")],
+    ),
     "one dim": (
         lambda m: arguments(m, (16,), (16,), placements=(R,)),
         [(f"{x} must have shape [B, H, S, D] like the others", "got [16] placed (Replicate(),)")
@@ -171,6 +183,10 @@ TWO_DIMS = {
         lambda m: arguments(DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "cp")),
                             placements=(R, Shard(2))),
         [("the ranks that share the sequence do not ascend", "mesh with ascending ranks")],
+    ),
+    "mask over descending ranks": (
+        mask_over_descending_ranks,
+        [("attn_mask is S(3) on cp, whose ranks do not ascend", "replicate it")],
     ),
     "columns of several mesh dims": (
         lambda m: arguments(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),

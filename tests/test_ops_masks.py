@@ -24,7 +24,7 @@ def options(mask=None, seed=None, p=0.0, causal=False, scale=CASE.scale):
 
 def factors(seed: torch.Tensor, p: float) -> torch.Tensor:
     return Dropout(p, seed, *ORIGIN, 6).factors(
-        Tile(0, 6, 0, 9, False, (Span(0, 6),), (Span(0, 9),)), 2, 4
+        Tile(0, 6, 0, 9, False, (Span(0, 6),), (Span(0, 9),)), 2, 4, torch.float64
     )
 
 
@@ -104,8 +104,8 @@ def test_dropout_is_that_of_the_formula(mask, p):
     """Probabilities times factors, forward and backward, where a call starts in the middle."""
     case = Case(CASE.scores, 2, 8, 8, torch.float64, CASE.scale)
     tensors = case.tensors()
-    seed, kept = torch.tensor(2**61 + 5), None
-    kept = factors(seed, p).double()
+    seed = torch.tensor(2**61 + 5)
+    kept = factors(seed, p)
     mask = None if mask is None else case.mask("whole", mask)
 
     def op(query, key, value, mask):
@@ -117,8 +117,7 @@ def test_dropout_is_that_of_the_formula(mask, p):
     got, want = (with_gradients(call, tensors, mask) for call in (op, formula))
     assert len(got) == (5 if mask is not None and mask.dtype is not torch.bool else 4)
     for mine, true in zip(got, want, strict=True):
-        # The factors are float32, of which the formula is given the very same.
-        torch.testing.assert_close(mine, true)
+        torch.testing.assert_close(mine, true, rtol=1e-12, atol=1e-12)
     if p == 1.0:
         assert all((x == 0).all() for x in got)
 

@@ -45,6 +45,13 @@ def test_two_mesh_dims(case):
         assert_refused(build(mesh), expected)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_plain_bias_is_fine_where_no_gradient_is_wanted(mode):
+    bias = torch.ones(1, 1, 64, 64, requires_grad=True)
+    with fake_ranks(4) as mesh, enabled(), mode():
+        assert explain(**arguments(mesh, attn_mask=bias)).handler == "cp_dispatch"
+
+
 def test_the_call_that_the_cases_change_is_fine():
     for shape, names, placements in (
         ((4,), ("cp",), SEQUENCE),

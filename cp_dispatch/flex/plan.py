@@ -121,7 +121,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
     return FlexPlan(
         "cp_dispatch",
         schedule,
-        options.layout if ring else None,
+        options.order if ring else None,
         ring,
         tuple(map(mesh.size, ring)),
         query.shape[2],
@@ -179,7 +179,7 @@ def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[st
         return "exchange", _WHY["exchange"]
     mesh = call.query.device_mesh
     shape = tuple(map(mesh.size, ring))
-    layout = "" if options.layout is None else options.layout.text
+    layout = "" if options.order is None else options.order.text
     lengths = int(call.query.shape[2]), int(call.key.shape[2])
     if not all(fits(ownership(length, shape, layout)) for length in lengths):
         why += f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"

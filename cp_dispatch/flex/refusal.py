@@ -125,10 +125,9 @@ def _captured_refusals(call: FlexCall, name: str, x: torch.Tensor) -> list[str]:
 
 
 def _layout_refusals(call: FlexCall, layout: Balancer, ring: tuple[int, ...]) -> list[str]:
-    if layout.world_size == 1 or not ring:
+    shape = tuple(map(call.query.device_mesh.size, ring))
+    if not ring or layout.world_size == 1 == math.prod(shape):
         return []
-    mesh = call.query.device_mesh
-    shape = tuple(map(mesh.size, ring))
     named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
     other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
     if math.prod(shape) != layout.world_size:

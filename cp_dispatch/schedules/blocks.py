@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Tile, selector
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.gradients import KeyShare
@@ -141,4 +142,4 @@ def _add_mask_tile(job: Job, mask_grad: Tensor, tile: Tile, share: Tensor) -> No
 def _dropout_factors(job: Job, query: Tensor, tile: Tile) -> Tensor | None:
     if job.dropout is None:
         return None
-    return job.dropout.factors(tile, query.size(0), query.size(1))
+    return job.dropout.factors(tile, query.size(0), query.size(1), wide_dtype(query.dtype))

@@ -107,7 +107,7 @@ def make_plan(options: Options, call: VarlenCall) -> VarlenPlan:
     return VarlenPlan(
         "cp_dispatch",
         schedule,
-        options.layout if ring else None,
+        options.order if ring else None,
         ring,
         tuple(map(mesh.size, ring)),
         -(-heads // sharers) * 2 * dim * call.key.dtype.itemsize,

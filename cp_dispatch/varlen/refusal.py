@@ -146,9 +146,9 @@ def _placement_refusals(call: VarlenCall) -> list[str]:
 
 
 def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) -> list[str]:
-    if layout.world_size == 1:
-        return []
     shape = tuple(map(call.query.device_mesh.size, ring))
+    if layout.world_size == 1 == math.prod(shape):
+        return []
     named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
     other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
     if math.prod(shape) != layout.world_size:

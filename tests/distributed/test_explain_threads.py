@@ -75,6 +75,22 @@ def test_modes_and_dims(ran, mode):
     on_mesh(2, body)
 
 
+def test_autocast_casts_a_bias_too(ran):
+    def body(mesh):
+        buffers, bias = [x.clone() for x in sequences(16)], torch.zeros(16, 16).half()
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3),
+        ):
+            plan = explain(*buffers, bias)
+            F.scaled_dot_product_attention(*buffers, bias)
+            lower_right = causal_lower_right(8, 16)
+            assert explain(buffers[0], *(torch.cat([x] * 2, 2) for x in buffers[1:]), lower_right)
+        assert plan == ran[mesh.get_local_rank()]
+
+    on_mesh(2, body)
+
+
 @pytest.mark.parametrize("balancer", ["auto", "head-tail", None, HeadTail(42, 4)], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_uneven_lengths_that_buffers_tell(ran, monkeypatch, balancer, masked):

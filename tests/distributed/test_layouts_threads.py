@@ -232,6 +232,7 @@ def test_refusals():
                     torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
 
         refused(HeadTail(48, 3), sharded, "2 ranks share the sequence")
+        refused(HeadTail(48, 1), sharded, "2 ranks share the sequence")
         refused(HeadTail(64, 2), sharded, "query of length 48 is sharded")
         refused(PerDocumentHeadTail([[48], [8, 40], [40, 8]], 2), sharded, "the batch has 2 rows")
         fits = HeadTail(48, 2)
@@ -247,6 +248,8 @@ def test_refusals():
                 inputs[mixed[1]] = DTensor.from_local(value, mesh, odd, run_check=False)
                 refused(fits, inputs, "beside shards that lie in the layout")
                 refused(fits, inputs, "beside shards that lie in the layout", is_causal=True)
+        sums = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in (key, value)]
+        refused(fits, [sharded[0], *sums], "beside shards that lie in the layout", dropout_p=0.5)
         rows = distribute(torch.ones(1, 1, 48, 48, dtype=torch.bool), mesh, [Shard(2)])
         own = PerDocumentHeadTail([[8, 40], [40, 8]], 2)
         refused(own, sharded, "a row of the batch of its own", attn_mask=rows)
@@ -255,6 +258,19 @@ def test_refusals():
             torch.nn.functional.scaled_dot_product_attention(*whole)
 
     run_threads(2, rank_body)
+
+
+def test_the_layout_of_one_rank_is_natural_order():
+    problem = Problem(length=10, causal=True)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
+
+    def rank_body(rank):
+        return run_sharded(problem, tensors, init_device_mesh("cpu", (1,)))
+
+    for length in (10, 48):
+        with cp_dispatch.enabled(layout=HeadTail(length, 1)), only("math"):
+            check(run_threads(1, rank_body)[0], want, alone)
 
 
 @pytest.mark.parametrize("layout", ["head-tail", HeadTail, 4])

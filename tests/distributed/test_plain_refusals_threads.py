@@ -143,6 +143,13 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, **options)
 
 
+class Flat(Attention):
+    """Gives ``(B, L, H D)``."""
+
+    def forward(self, *inputs):
+        return super().forward(*inputs).transpose(1, 2).flatten(2)
+
+
 class Projected(nn.Module):
     """Takes ``(B, S, E)``."""
 
@@ -344,6 +351,10 @@ def test_style_refusals():
         assert cp_dispatch.toggle._contexts.own() is None
         with pytest.raises(TypeError):
             module(own[0])
+        flat = parallelize_module(Flat(), mesh, ContextParallel())  # outputs (B, L, H D)
+        assert flat(*own[:2], own[2][..., :6]).shape == (2, 8, 2 * 6)
+        with pytest.raises(ContextParallelError, match="does not have this rank's 8 of 16"):
+            flat(*(distribute(x, mesh, [Shard(2)]) for x in sequences(16, dim=6)))
         assert cp_dispatch.toggle._contexts.own() is None
         module(*own)
 
