@@ -7,6 +7,7 @@ import copy
 import enum
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks
 
 # -- Refusals ---------------------------------------------------------------------------------
 
@@ -116,6 +118,23 @@ def test_arguments():
             cp_dispatch.context_parallel_unshard(mesh, [x], [0], object())
 
     run_threads(2, lambda rank: body(init_device_mesh("cpu", (2,))))
+
+
+@pytest.mark.parametrize("dims", [[1, 0], [0, 1]])
+def test_tables_longer_than_the_sequence(dims):
+    """Torch takes the rows at the first buffer's positions, so old code may hold such tables."""
+    shapes = {1: (2, 16), 0: (32, 4)}
+    with fake_ranks(2) as mesh:
+        buffers = [torch.zeros(shapes[dim]) for dim in dims]
+        with pytest.warns(UserWarning, match=r"table\[:16\]") as caught:
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
+                pass
+        assert [x.filename for x in caught] == [__file__]
+        buffers = [torch.zeros(2, 16), torch.zeros(16, 4)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 0]):
+                pass
 
 
 def test_rotate_method():
