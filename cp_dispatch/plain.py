@@ -39,7 +39,7 @@ from cp_dispatch.errors import (
 from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.layouts import Balancer, unshard
 from cp_dispatch.layouts.buffers import permute
-from cp_dispatch.plain_buffers import checked, length_of, shard_of, swapped
+from cp_dispatch.plain_buffers import checked, length_of, listed, shard_of, swapped
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
 from cp_dispatch.toggle import plain_shards
 
@@ -158,7 +158,7 @@ def context_parallel_unshard(
     if load_balancer is not None:
         balancer = load_balancer
     check_balancer(balancer)
-    buffers, dims = list(buffers), list(seq_dims)
+    buffers, dims = listed(buffers, "buffers"), listed(seq_dims, "seq_dims")
     if len(buffers) != len(dims):
         raise ContextParallelValueError(
             f"buffers holds {len(buffers)} tensors, seq_dims {len(dims)} ints"

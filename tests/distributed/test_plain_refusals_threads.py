@@ -95,6 +95,8 @@ def test_arguments():
             assert torch.equal(x, before) and not cp_dispatch.toggle._contexts.in_use
 
         refused("1 tensors, buffer_seq_dims 0", ValueError, buffers=[x])
+        refused("buffers must be a list", ValueError, buffers=x, buffer_seq_dims=[0])
+        refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])

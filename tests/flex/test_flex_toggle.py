@@ -163,7 +163,7 @@ def test_refusals_of_captured_tensors():
 def test_refusals_of_layouts():
     with fake_ranks(2) as mesh:
         rows = outline(mesh, SHAPE)
-        assert "2 ranks share the sequence" in reasons(mesh, rows, layout=HeadTail(64, 4))
+        assert "; make one for 2" in reasons(mesh, rows, layout=HeadTail(64, 4))
         assert "enabled(layout=None)" in reasons(mesh, rows, layout=HeadTail(60, 2))
         own_rows = PerDocumentHeadTail([[4, 60], [60, 4], [30, 34]], 2)
         assert "batch rows" in reasons(mesh, rows, layout=own_rows)
