@@ -212,6 +212,28 @@ def test_explain_tells_what_moves():
     assert plain.handler == "stock"
 
 
+@pytest.mark.parametrize("length, rows", [(64, 32), (63, 32)])
+def test_explain_of_shards_in_a_block(length, rows):
+    mask = mask_of(length)
+    plain = [torch.randn(1, 2, rows, 8) for _ in range(3)]
+    with fake_ranks(2) as mesh:
+        block = cp_dispatch.context_parallel(
+            mesh, buffers=[mask], buffer_seq_dims=[0], balancer="head-tail"
+        )
+        with block:
+            plan = cp_dispatch.explain_flex(*plain, mask)
+            whole = cp_dispatch.explain_flex(*plain)
+            other = cp_dispatch.explain_flex(*plain, create_block_mask(
+                causal, None, None, rows, rows, "cpu", BLOCK_SIZE=16))  # fmt: skip
+        with cp_dispatch.context_parallel(mesh):
+            no_order = cp_dispatch.explain_flex(*plain)
+    assert plan.handler == "cp_dispatch" and plan.query_length == length
+    assert plan.layout == HeadTail(length, 2) and "inside context_parallel over 2" in str(plan)
+    assert whole.rows_sent == (32, length - 32)
+    assert other.handler == "refused" and "among the block's buffers" in str(other)
+    assert no_order.handler == "refused" and "in which order" in str(no_order)
+
+
 def test_explain_tells_groups():
     """By lengths, heads and the setting alone: 32,768 rows of 32 heads, with rows as heads."""
     shapes = [(1, heads, 4096, 128) for heads in (1024, 256, 256)]
