@@ -24,6 +24,9 @@ class PerDocumentHeadTail(Balancer):
 
         documents of 8 and 4, W = 2      0 0 1 1 1 1 0 0 | 0 1 1 0
 
+    WLB-LLM (arXiv:2503.17924) shards by document like that; what is done with rows that ranks do
+    not divide is ours.
+
     Under a mask that is causal within documents each rank has exactly the mean work when 2W
     divides the length of every document. Other lengths are neither padded nor refused: of L rows
     a rank takes floor(L / W), and the rows that are left go one by one to the ranks that are
