@@ -242,6 +242,32 @@ def test_style_takes_the_order_from_around():
     on_mesh(2, body)
 
 
+def test_compiled_styles_one_after_the_other_in_modules_of_fsdp2():
+    """Dynamo makes integers dynamic that differ between modules which FSDP2 shards."""
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    with fake_ranks(2) as mesh, torch.no_grad():
+        for i in range(4):
+            block = parallelize_module(Block(), mesh, {"inner": ContextParallel(balancer=None)})
+            if i < 2:
+                continue  # 0 and 1 are never dynamic
+            for module in block.modules():  # as fully_shard() says it
+                module._is_fsdp_managed_module = module._fsdp_use_orig_params = True
+            compiled = torch.compile(block, fullgraph=True, backend="eager")
+            assert compiled(torch.zeros(1, 1, 8, 4)).shape == (1, 1, 8, 4)
+
+
 def test_a_module_in_the_style_cannot_be_pickled():
     """What is loaded would attend within a shard."""
 
