@@ -10,12 +10,10 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch.call import Call
 from cp_dispatch.decide import in_words, make_plan
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Span
-from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.local_call import decided, even_shares, formed, spread_call
 from cp_dispatch.local_mask import KEYS, ROWS, Shares
 from cp_dispatch.normalize import autocast, four_dims, without_causal_bias
-from cp_dispatch.plain_context import PlainContext, words
+from cp_dispatch.plain_context import PlainContext, rows_of_ranks, words
 from cp_dispatch.plan import Plan
 from cp_dispatch.planner import with_predictions
 from cp_dispatch.toggle import current_options, plain_context
@@ -102,22 +100,13 @@ def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:
     """What the ranks hold as far as this one can know; ``assumed`` gets in words what it cannot."""
     if not context.uneven:
         return even_shares(context, call)
-    mesh = context.mesh
-    chunks = {n: [x.length for x in chunk(Span(0, n), mesh.size())] for n in context.whole_lengths}
     lengths, owns, sizes = [], [], []
     for dim, name in ((ROWS, "query"), (KEYS, "key")):
         local = int(getattr(call, name).shape[ROWS])
-        fitting = [own for own in chunks.values() if own[mesh.get_local_rank()] == local]
-        if len(fitting) != 1:
-            fitting = [[local] * mesh.size()]
-            assumed.append(
-                f"assumed that every rank holds {local} rows of {name}, as this one does: "
-                "explain() does not ask them, the call will"
-            )
-        lengths.append(sum(fitting[0]))
-        owns.append(fitting[0])
+        owns.append(rows_of_ranks(context, local, name, assumed))
+        lengths.append(sum(owns[-1]))
         size = 1 if call.attn_mask is None else int(call.attn_mask.shape[dim])
-        sizes.append(owns[-1] if size == local != 1 else [size] * mesh.size())
+        sizes.append(owns[-1] if size == local != 1 else [size] * context.mesh.size())
         if size == local == 1 and call.attn_mask is not None:
             assumed.append(
                 f"assumed that attn_mask's size 1 means every {name}: this rank holds a single one"

@@ -97,7 +97,9 @@ def _ring_refusals(layout, call, ring_shape, named) -> list[str]:
     reasons = []
     ranks = math.prod(ring_shape)
     if ranks != layout.world_size:
-        reasons.append(f"{ranks} ranks share the sequence, the layout is {named}")
+        reasons.append(
+            f"{ranks} ranks share the sequence, the layout is {named}; make one for {ranks}"
+        )
     else:
         spans = chunk_spans(layout.seq_len, ring_shape)
         lengths = tuple(sum(span.length for span in own) for own in spans)

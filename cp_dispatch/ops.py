@@ -245,7 +245,8 @@ def refuse_local_tensor_mode(name: str) -> None:
 
 
 def ops_to_save() -> list[torch._ops.OpOverload]:
-    """The ops whose outputs selective checkpointing should keep, so that no backward communicates
+    """The ops of ``F.scaled_dot_product_attention`` and ``varlen_attn`` (``flex_attention`` has
+    none here) whose outputs selective checkpointing should keep, so that no backward communicates
     or attends a second time::
 
         context_fn = functools.partial(

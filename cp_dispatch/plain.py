@@ -9,7 +9,8 @@ change the import, and old code runs. What differs from torch 2.13:
   raises instead of guessing; see :func:`context_parallel`.
 - The order is an argument, ``balancer``, not the global ``_cp_options.enable_load_balance``, which
   is not read. The default is torch's: head-tail where 2 W divides the length, else natural order.
-  It goes by each buffer's own length, where torch takes the first buffer's for all.
+  It goes by each buffer's own length, where torch takes the first buffer's for all; a table that
+  is longer than the sequence has to be cut to it first, and a warning says so.
 - ``torch.nn.functional`` is not patched, so functions imported earlier take part; and a block
   belongs to its thread and to backward passes, not to all threads. Blocks nest.
 - Buffers get other storage for the block and their own back, without copies; what autograd saved
@@ -25,6 +26,7 @@ change the import, and old code runs. What differs from torch 2.13:
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Sequence
 
 import torch
@@ -37,7 +39,7 @@ from cp_dispatch.errors import (
 from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.layouts import Balancer, unshard
 from cp_dispatch.layouts.buffers import permute
-from cp_dispatch.plain_buffers import checked, length_of, shard_of, swapped
+from cp_dispatch.plain_buffers import checked, length_of, listed, shard_of, swapped
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
 from cp_dispatch.toggle import plain_shards
 
@@ -78,6 +80,7 @@ def context_parallel(
         mesh: a mesh of one dim, such as ``mesh["cp"]``.
         buffers: whole tensors, the same on every rank, of any dtype, without gradients: inputs,
             labels, positions, RoPE tables. In the block they are shards. And ``BlockMask``.
+            Each goes by its own length: cut a table that is longer than the sequence first.
         buffer_seq_dims: the sequence dim of each; of a ``BlockMask`` it may be any int.
         no_restore_buffers: those of ``buffers`` that stay shards after the block.
         balancer: the order of sequences. ``"auto"``: torch's default, the first and the last pieces
@@ -95,6 +98,8 @@ def context_parallel(
     check_order(mesh, balancer)
     buffers, dims, keep = checked(buffers, buffer_seq_dims, no_restore_buffers)
     lengths = [length_of(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    if mesh.size() > 1:
+        _warn_of_tables(buffers, lengths)
     with torch.no_grad():
         shards = [
             shard_of(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
@@ -110,6 +115,19 @@ def context_parallel(
     )
     with plain_shards(context), no_fast_path(), swapped(buffers, shards, keep):
         yield
+
+
+def _warn_of_tables(buffers: list, lengths: list[int]) -> None:
+    """Shards of a table that is longer than the sequence are at wrong positions, which nobody
+    sees; an encoder's and a decoder's sequences may well differ."""
+    tensors = [n for x, n in zip(buffers, lengths, strict=True) if isinstance(x, torch.Tensor)]
+    if len(set(tensors)) > 1:
+        warnings.warn(
+            f"buffers are {tensors} long, and each is sharded by its own length. A table that goes "
+            "with a shorter sequence, such as RoPE's, would have its rows at wrong positions: make "
+            f"it the sequence's length before the block (table[:{min(tensors)}]).",
+            stacklevel=4,
+        )
 
 
 @torch.no_grad()
@@ -140,7 +158,7 @@ def context_parallel_unshard(
     if load_balancer is not None:
         balancer = load_balancer
     check_balancer(balancer)
-    buffers, dims = list(buffers), list(seq_dims)
+    buffers, dims = listed(buffers, "buffers"), listed(seq_dims, "seq_dims")
     if len(buffers) != len(dims):
         raise ContextParallelValueError(
             f"buffers holds {len(buffers)} tensors, seq_dims {len(dims)} ints"

@@ -35,9 +35,15 @@ def length_of(buffer, dim: int) -> int:
     return buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else buffer.shape[dim]
 
 
+def listed(given, name: str) -> list:
+    if isinstance(given, (torch.Tensor, BlockMask, int)):
+        raise ContextParallelValueError(f"{name} must be a list, got one {type(given).__name__}")
+    return [] if given is None else list(given)
+
+
 def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
     """Buffers, their sequence dims, and the ids of those that are not to be restored."""
-    buffers, dims = list(buffers or ()), list(dims or ())
+    buffers, dims = listed(buffers, "buffers"), listed(dims, "buffer_seq_dims")
     if len(buffers) != len(dims):
         raise ContextParallelValueError(
             f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints"

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Balancer, HeadTail, shard
+from cp_dispatch.layouts import Balancer, HeadTail, Span, shard
+from cp_dispatch.layouts.spans import chunk
 
 ORDERS = ("auto", "head-tail")
 
@@ -65,6 +66,23 @@ def check_balancer(balancer) -> None:
             "balancer must be 'auto', 'head-tail', None for natural order, or a balancer such as "
             f"cp_dispatch.HeadTail(seq_len, world_size), got {balancer!r}"
         )
+
+
+def rows_of_ranks(context: PlainContext, local: int, name: str, assumed: list[str]) -> list[int]:
+    """How many rows each rank holds of a sequence of which this one holds ``local``, for plans,
+    which ask nobody; ``assumed`` gets in words what this rank cannot know."""
+    mesh = context.mesh
+    if not context.uneven:
+        return [local] * mesh.size()
+    chunks = {n: [x.length for x in chunk(Span(0, n), mesh.size())] for n in context.whole_lengths}
+    fitting = [own for own in chunks.values() if own[mesh.get_local_rank()] == local]
+    if len(fitting) == 1:
+        return fitting[0]
+    assumed.append(
+        f"assumed that every rank holds {local} rows of {name}, as this one does: explain() does "
+        "not ask them, the call will"
+    )
+    return [local] * mesh.size()
 
 
 def words(context: PlainContext, call: Call) -> str:

@@ -103,7 +103,8 @@ def _mask_refusals(call: Call) -> list[str]:
     ):
         reasons.append(
             f"attn_mask {list(mask.shape)} does not broadcast to the scores {list(scores)}, dim "
-            "by dim"
+            "by dim; beside DTensors a plain mask is that of the whole sequence, a mask of this "
+            "rank's part a sharded DTensor, and a padding mask [B, S] goes as [B, 1, 1, S]"
         )
     if not isinstance(mask, DTensor):
         if mask.requires_grad and torch.is_grad_enabled():

@@ -221,6 +221,7 @@ def describe(plan: Plan) -> str:
 def _costs(plan: Plan) -> list[str]:
     mib = 2**20
     lines = []
+    kinds = set()
     if plan.schedule != "local":
         lines.append("  rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)")
         for rank in _shown(plan.world_size):
@@ -232,7 +233,10 @@ def _costs(plan: Plan) -> list[str]:
             for transfers in (forward_transfers(plan, rank), backward_transfers(plan, rank)):
                 sent = sum(transfer.bytes for transfer in transfers) / mib
                 line += f"  {sent:12.3f} ({len(transfers):5d})"
+                kinds |= {transfer.collective for transfer in transfers}
             lines.append(line)
+    if kinds - {"all_to_all"}:
+        lines.append("  sent: of gathers and sums what a rank puts in, once for all others")
     forward, backward = (size / mib for size in extra_bytes(plan))
     lines.append(f"  extra memory about: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
     return lines

@@ -35,8 +35,10 @@ from cp_dispatch.plain_context import PlainContext
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
 _contexts: dict[int, PlainContext] = {}
-_decide: list = []  # for each class of marked tensors, what gives its block here and now
-_attended: list[int] = []  # for each, the calls of attention that were traced
+# By the names of classes of marked tensors: numbers of theirs would be dynamic to dynamo, once a
+# second one is seen in a module that FSDP2 shards.
+_decide: dict = {}  # what gives a class's block here and now
+_attended: dict[str, int] = {}  # the calls of attention that were traced
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 library.define(
@@ -66,14 +68,14 @@ library.impl("attend_shards", _attend_shards, "CompositeImplicitAutograd")
 class Marked(torch.Tensor):
     """A shard, in a trace. Every style on a module has a subclass of its own."""
 
-    number: int
+    style: str
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _SDPA:
             with without_subclass():
-                return _attend(cls.number, *args, **kwargs).as_subclass(cls)
+                return _attend(cls.style, *args, **kwargs).as_subclass(cls)
         return super().__torch_function__(func, types, args, kwargs)
 
     # Methods that torch writes in Python, which dynamo does not trace on a subclass.
@@ -89,21 +91,21 @@ class Marked(torch.Tensor):
 
 
 def _attend(
-    number, query, key, value,
+    style, query, key, value,
     attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
 ):  # fmt: skip
     return torch.ops.cp_dispatch.attend_shards(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _number_of(number)
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _number_of(style)
     )
 
 
 @torch.compiler.assume_constant_result
-def _number_of(number: int) -> int:
+def _number_of(style: str) -> int:
     """The number of the block that holds here and now, with a guard that it goes on to."""
-    decide = _decide[number]
-    graph_guards.note_trace(f"the block of ContextParallel {number}", decide)
+    decide = _decide[style]
+    graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
     context = decide()
-    _attended[number] += 1
+    _attended[style] += 1
     # The same in every process, for graphs are cached on disk, and exported.
     number = int(hashlib.sha256(repr(context).encode()).hexdigest()[:15], 16)
     _contexts[number] = context
@@ -111,9 +113,9 @@ def _number_of(number: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _attention_so_far(number: int) -> tuple[int, int]:
+def _attention_so_far(style: str) -> tuple[int, int]:
     """How many calls of attention have been traced so far: on marked tensors, and on others."""
-    return _attended[number], count_traced(_SDPA)
+    return _attended[style], count_traced(_SDPA)
 
 
 def traced_forward(decide, run, own=None):
@@ -124,10 +126,10 @@ def traced_forward(decide, run, own=None):
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
         own: the forward that a module has instead of its class's.
     """
-    number = len(_decide)
-    _decide.append(decide)
-    _attended.append(0)
-    cls = type(f"Marked{number}", (Marked,), {"number": number})
+    style = f"Marked{len(_decide)}"
+    _decide[style] = decide
+    _attended[style] = 0
+    cls = type(style, (Marked,), {"style": style})
 
     def original(self, *args, **kwargs):
         return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
@@ -152,10 +154,10 @@ def traced_forward(decide, run, own=None):
             return run(self, original, args, kwargs)
         _refuse_containers("takes", (args, kwargs))
         args, kwargs = map_tensors(lambda x: x.as_subclass(cls), (args, kwargs))
-        before, local_before = _attention_so_far(number)
+        before, local_before = _attention_so_far(style)
         output = traced(self, *args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
-            attended, local = _attention_so_far(number)
+            attended, local = _attention_so_far(style)
             if attended == before or local > local_before:
                 raise ContextParallelError(
                     "attention in a compiled module in ContextParallel would be local, for dynamo "

@@ -72,7 +72,8 @@ ONE_DIM = {
     ),
     "mask of one rank's rows": (
         lambda m: arguments(m, attn_mask=torch.ones(16, 64)),
-        [("attn_mask [1, 1, 16, 64] does not broadcast to the scores [2, 8, 64, 64]", "")],
+        [("attn_mask [1, 1, 16, 64] does not broadcast to the scores [2, 8, 64, 64]",
+          "a plain mask is that of the whole sequence")],
     ),
     "mask without dims": (
         lambda m: arguments(m, attn_mask=torch.ones(())),

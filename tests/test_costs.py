@@ -85,6 +85,15 @@ def test_calibrate_wants_several_ranks(monkeypatch, capsys):
     assert "torchrun --nproc-per-node 4 -m cp_dispatch calibrate" in capsys.readouterr().err
 
 
+def test_calibrate_writes_no_tries_into_the_package(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["calibrate", "--quick"]) == 2
+    assert "name a file, -o FILE" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["calibrate"]) == 2
+    assert "torch sees none" in capsys.readouterr().err
+
+
 def test_floors_grow_with_ranks():
     known = constants(floors={"ring": {"forward": ((2, 1e-3), (4, 2e-3))}})
     assert [known.floor("ring", "forward", n) for n in (2, 4, 8)] == pytest.approx(

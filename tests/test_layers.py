@@ -18,6 +18,13 @@ TREES = {
 }
 
 
+def test_the_map_names_every_module_and_folder():
+    text = (PACKAGE / "README.md").read_text()
+    names = [p.name for p in PACKAGE.glob("*.py") if p.name != "__init__.py"]
+    names += [f"{p.parent.name}/" for p in PACKAGE.glob("*/__init__.py")]
+    assert [name for name in names if name not in text] == []
+
+
 def imports(module: str) -> Iterator[tuple[str, str]]:
     """Modules that one imports, and names from them, wherever in it that stands."""
     for node in ast.walk(TREES[module]):

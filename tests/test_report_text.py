@@ -99,6 +99,7 @@ handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
      1                3/1               6.125 (    3)        16.125 (    4)
      2                3/1               6.125 (    3)        18.125 (    4)
      3                4/0               6.125 (    3)        18.125 (    4)
+  sent: of gathers and sums what a rank puts in, once for all others
   extra memory about: 34.750 MiB forward, 52.000 MiB backward
   - half-shards of query and output are exchanged with the mirror rank""",
     )
@@ -254,6 +255,7 @@ handled by cp_dispatch: replicated_keys over 4 ranks, cpu_flash kernel
      1                1/0               0.000 (    0)         2.000 (    2)
      2                1/0               0.000 (    0)         2.000 (    2)
      3                1/0               0.000 (    0)         2.000 (    2)
+  sent: of gathers and sums what a rank puts in, once for all others
   extra memory about: 2.125 MiB forward, 8.000 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
@@ -281,6 +283,7 @@ handled by cp_dispatch: replicated_queries over 4 ranks, cpu_flash kernel
      1                1/0               0.001 (    2)         0.001 (    1)
      2                1/0               0.001 (    2)         0.001 (    1)
      3                1/0               0.001 (    2)         0.001 (    1)
+  sent: of gathers and sums what a rank puts in, once for all others
   extra memory about: 0.006 MiB forward, 1.224 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda

@@ -213,7 +213,8 @@ def _slowdown(ring: Ring, backend, clock: Clock) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=pathlib.Path, help="default: in the package")
-    parser.add_argument("--quick", action="store_true", help="a few small sizes: a try, no result")
+    words = "a few small sizes: a try, no result; with -o"
+    parser.add_argument("--quick", action="store_true", help=words)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -224,6 +225,16 @@ def run(arguments: argparse.Namespace) -> None:
             "GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
         )
     cuda = torch.cuda.is_available()
+    if not cuda and not arguments.quick:
+        raise ContextParallelError(
+            "calibrate measures GPUs, and torch sees none; on CPU it would take hours, and nothing "
+            "is predicted there. --quick -o FILE tries it"
+        )
+    if arguments.quick and arguments.output is None:
+        raise ContextParallelError(
+            'what --quick measures is no result, and in the package "auto" would go by it; name a '
+            "file, -o FILE"
+        )
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         device = torch.device("cuda", dist.get_node_local_rank(0)) if cuda else torch.device("cpu")

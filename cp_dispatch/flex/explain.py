@@ -13,8 +13,11 @@ from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
 from cp_dispatch.flex.needs import everything, most_runs, moves, rows_sent
+from cp_dispatch.flex.plain import NO_ORDER, no_columns_of_all_keys, on_dtensors
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
 from cp_dispatch.flex.pulled import MOST_RUNS
+from cp_dispatch.options import Options
+from cp_dispatch.plain_context import PlainContext, rows_of_ranks, words
 from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
 
 
@@ -26,7 +29,8 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
     nothing, does not communicate.
 
     Args:
-        query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype.
+        query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype:
+            DTensors or, inside a :func:`context_parallel` block, this rank's shards.
         block_mask: a torch ``BlockMask`` for the whole sequence, this rank's rows of one
             (:func:`cp_dispatch.create_cp_block_mask`), or None. Of own rows nobody knows what
             others need, and the plan does not say how many rows each rank sends.
@@ -35,16 +39,43 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
         A :class:`FlexPlan`, which prints well; of a call that would raise, one with all the
         reasons.
     """
-    from cp_dispatch.toggle import current_options
+    from cp_dispatch.toggle import current_options, plain_context
 
     mask = no_mask(query, key) if block_mask is None else MaskTuple(block_mask.as_tuple())
     call = FlexCall(query, key, value, mask)
     if not any(isinstance(x, DTensor) for x in call.tensors.values()):
+        context = plain_context()
+        if context is not None and context.mesh.size() > 1:
+            return _explain_shards(context, call)
         return FlexPlan("stock", reasons=("no argument is a DTensor",), call=call.describe())
     options = current_options()
     if options is None:
         reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
         return FlexPlan("stock", reasons=reasons, call=call.describe())
+    return _explain(options, call)
+
+
+def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
+    """Of plain tensors, which are this rank's shards in a block of ``context_parallel``."""
+    tensors = tuple(call.tensors.values())
+    assumed: list[str] = []
+    # A key and its value are alike on every rank.
+    queries, keys = (
+        sum(rows_of_ranks(context, call.tensors[name].shape[2], name, assumed))
+        for name in ("query", "key")
+    )
+    described = words(context, call)
+    reason = None if context.order_is_known else NO_ORDER
+    reason = reason or no_columns_of_all_keys(call.mask.given, keys)
+    if reason:
+        return FlexPlan("refused", reasons=(reason, *assumed), call=described)
+    lengths = [queries, keys, keys]
+    wrapped, mask, layout = on_dtensors(context, tensors, call.mask.given, lengths)
+    plan = _explain(Options(context.schedule, layout), FlexCall(*wrapped, MaskTuple(mask)))
+    return dataclasses.replace(plan, reasons=(*plan.reasons, *assumed), call=described)
+
+
+def _explain(options: Options, call: FlexCall) -> FlexPlan:
     plan = in_words(make_plan(options, call), call)
     if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):
         return plan
@@ -62,7 +93,7 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
     else:
         needs = job.needs()
     runs = most_runs(moves(needs, job.keys), plan.groups == job.keys.lanes == 1)
-    moved, may_gather = _moved(plan, query, runs)
+    moved, may_gather = _moved(plan, call.query, runs)
     ranks = range(plan.world_size)
     rows = tuple(rows_sent(needs, job.keys, rank, may_gather) for rank in ranks)
     return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *moved))

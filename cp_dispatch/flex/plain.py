@@ -27,6 +27,11 @@ from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.plain_context import PlainContext
 
+NO_ORDER = (
+    "there is no telling in which order the shards lie, without buffers; pass "
+    'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order'
+)
+
 _thread = threading.local()
 
 
@@ -71,29 +76,35 @@ def _attend(
             'use the backend "inductor", or DTensors',
         )
     if not context.order_is_known:
-        _refuse(
-            context,
-            "there is no telling in which order the shards lie, without buffers; pass "
-            'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order',
-        )
+        _refuse(context, NO_ORDER)
     # Numbers, also in a trace: a graph is of one length.
     lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))
-    columns = -(-lengths[1] // int(block_mask[-2]))
-    if MaskTuple(block_mask).lists.kv_indices.shape[3] != columns:
-        _refuse(
-            context,
-            f"the block mask has {MaskTuple(block_mask).lists.kv_indices.shape[3]} columns of "
-            f"blocks, all {lengths[1]} keys make {columns}; name the BlockMask of the whole "
-            "sequence among the block's buffers",
-        )
-    block_mask = (lengths[0], lengths[1], *block_mask[2:])
-    places = [(i, None) for i in range(3)]
-    wrapped, _ = as_dtensors(places, tensors, {}, context.mesh, 2, lengths)
-    layout = context.layout(lengths[0])
+    if reason := no_columns_of_all_keys(block_mask, lengths[1]):
+        _refuse(context, reason)
+    wrapped, block_mask, layout = on_dtensors(context, tensors, block_mask, lengths)
     with inside(), enabled(schedule=context.schedule, layout=layout):
         # A dict of its own, for a trace's is nobody's to write to (see remember.py).
         results = op(*wrapped, score_mod, block_mask, scale, dict(kernel_options), *rest)
     return tuple(x.to_local() for x in results)
+
+
+def no_columns_of_all_keys(block_mask: tuple, keys: int) -> str | None:
+    """Why a mask cannot be this rank's rows of the whole one."""
+    columns = -(-keys // int(block_mask[-2]))
+    given = MaskTuple(block_mask).lists.kv_indices.shape[3]
+    if given == columns:
+        return None
+    return (
+        f"the block mask has {given} columns of blocks, all {keys} keys make {columns}; name the "
+        "BlockMask of the whole sequence among the block's buffers"
+    )
+
+
+def on_dtensors(context: PlainContext, tensors, block_mask: tuple, lengths: list[int]):
+    """The call on DTensors that a call on shards is: query, key and value, mask, layout."""
+    places = [(i, None) for i in range(3)]
+    wrapped, _ = as_dtensors(places, tensors, {}, context.mesh, 2, lengths)
+    return wrapped, (lengths[0], lengths[1], *block_mask[2:]), context.layout(lengths[0])
 
 
 def is_inside() -> bool:

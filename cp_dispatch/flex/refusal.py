@@ -131,7 +131,8 @@ def _layout_refusals(call: FlexCall, layout: Balancer, ring: tuple[int, ...]) ->
     named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
     other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
     if math.prod(shape) != layout.world_size:
-        return [f"{math.prod(shape)} ranks share the sequence, the layout is {named}"]
+        ranks = math.prod(shape)
+        return [f"{ranks} ranks share the sequence, the layout is {named}; make one for {ranks}"]
     reasons = []
     lengths = {"query": call.query.shape[2]}
     if SEQUENCE in call.key.placements:

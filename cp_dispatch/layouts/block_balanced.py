@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
@@ -175,7 +175,12 @@ def _mask_work(mask, block_size: int | None) -> tuple[list[list[int]], int]:
 
 def _work_rows(work) -> tuple[tuple[float, ...], ...]:
     """The given numbers per batch row, one row where all are alike."""
-    given = work.tolist() if hasattr(work, "tolist") else list(work)
+    given = work.tolist() if hasattr(work, "tolist") else work
+    if not isinstance(given, Iterable):
+        raise ContextParallelError(
+            f"work must be a BlockMask or one number per block, got {given!r}; of causal documents "
+            "BlockBalanced.from_documents makes it"
+        )
     given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
     nested = [isinstance(x, Sequence) for x in given]
     rows = given if given and all(nested) else [given]

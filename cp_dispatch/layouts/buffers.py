@@ -211,6 +211,11 @@ def _local_rank(mesh: DeviceMesh, balancer: Balancer | None) -> int:
             f"mesh must have one dim, got dims {names} of sizes {tuple(mesh.shape)}; pass the one "
             f'that the sequence is sharded over, such as mesh["{names[-1]}"]'
         )
+    if not isinstance(balancer, Balancer | None):
+        raise ContextParallelError(
+            "balancer must be None (natural order) or a balancer such as "
+            f"cp_dispatch.HeadTail(seq_len, world_size), got {balancer!r}"
+        )
     if balancer is not None and balancer.world_size != mesh.size():
         raise ContextParallelError(
             f"{balancer} is for {balancer.world_size} ranks, the mesh has {mesh.size()}"

@@ -6,7 +6,7 @@ import bisect
 import functools
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
@@ -23,6 +23,9 @@ class PerDocumentHeadTail(Balancer):
     ::
 
         documents of 8 and 4, W = 2      0 0 1 1 1 1 0 0 | 0 1 1 0
+
+    WLB-LLM (arXiv:2503.17924) shards by document like that; what is done with rows that ranks do
+    not divide is ours.
 
     Under a mask that is causal within documents each rank has exactly the mean work when 2W
     divides the length of every document. Other lengths are neither padded nor refused: of L rows
@@ -164,7 +167,15 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
     Raises:
         ContextParallelError: for lengths that are no positive ints, or rows whose totals differ.
     """
-    given = doc_lengths.tolist() if hasattr(doc_lengths, "tolist") else list(doc_lengths)
+    given = doc_lengths.tolist() if hasattr(doc_lengths, "tolist") else doc_lengths
+    if not isinstance(given, Iterable):
+        raise ContextParallelError(f"doc_lengths must be a sequence of ints, got {given!r}")
+    given = list(given)
+    if given[:1] == [0]:
+        raise ContextParallelError(
+            f"doc_lengths must be lengths of at least 1, got {given!r}; of cumulative ones give "
+            "the differences, cu_seq.diff()"
+        )
     if not given or any(isinstance(x, (list, tuple)) and not x for x in given):
         raise ContextParallelError(f"doc_lengths must hold at least one document, got {given!r}")
     nested = [isinstance(x, Sequence) or getattr(x, "ndim", 0) > 0 for x in given]

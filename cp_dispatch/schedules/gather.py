@@ -1,8 +1,9 @@
 """Keys and values of all ranks in one buffer: few large kernels, for when the buffer is affordable.
 
-Every rank gathers all keys, so that it needs no hops: one kernel computes what is at home while the
-gather flies, and then each part of the rows has one kernel more. For head-tail order, where rank r
-owns pieces r ("lo") and 2W - 1 - r ("hi"), the pieces are gathered as ::
+Every rank gathers all keys, as in Llama 3 (arXiv:2407.21783, section 3.3.2), so that it needs no
+hops: one kernel computes what is at home while the gather flies, and then each part of the rows has
+one kernel more. For head-tail order, where rank r owns pieces r ("lo") and 2W - 1 - r ("hi"), the
+pieces are gathered as ::
 
     [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
 

@@ -152,7 +152,8 @@ def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) 
     named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
     other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
     if math.prod(shape) != layout.world_size:
-        return [f"{math.prod(shape)} ranks share the sequence, the layout is {named}"]
+        ranks = math.prod(shape)
+        return [f"{ranks} ranks share the sequence, the layout is {named}; make one for {ranks}"]
     if layout.rows > 1:
         return [
             f"the layout has {layout.rows} batch rows of their own, a packed sequence is one; make "

@@ -231,8 +231,9 @@ def test_refusals():
                 with pytest.raises(cp_dispatch.ContextParallelError, match=words):
                     torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
 
-        refused(HeadTail(48, 3), sharded, "2 ranks share the sequence")
-        refused(HeadTail(48, 1), sharded, "2 ranks share the sequence")
+        for ranks in (1, 3):
+            words = "2 ranks share the sequence.*; make one for 2"
+            refused(HeadTail(48, ranks), sharded, words)
         refused(HeadTail(64, 2), sharded, "query of length 48 is sharded")
         refused(PerDocumentHeadTail([[48], [8, 40], [40, 8]], 2), sharded, "the batch has 2 rows")
         fits = HeadTail(48, 2)

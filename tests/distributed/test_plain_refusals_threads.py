@@ -7,6 +7,7 @@ import copy
 import enum
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks
 
 # -- Refusals ---------------------------------------------------------------------------------
 
@@ -93,6 +95,8 @@ def test_arguments():
             assert torch.equal(x, before) and not cp_dispatch.toggle._contexts.in_use
 
         refused("1 tensors, buffer_seq_dims 0", ValueError, buffers=[x])
+        refused("buffers must be a list", ValueError, buffers=x, buffer_seq_dims=[0])
+        refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
@@ -116,6 +120,23 @@ def test_arguments():
             cp_dispatch.context_parallel_unshard(mesh, [x], [0], object())
 
     run_threads(2, lambda rank: body(init_device_mesh("cpu", (2,))))
+
+
+@pytest.mark.parametrize("dims", [[1, 0], [0, 1]])
+def test_tables_longer_than_the_sequence(dims):
+    """Torch takes the rows at the first buffer's positions, so old code may hold such tables."""
+    shapes = {1: (2, 16), 0: (32, 4)}
+    with fake_ranks(2) as mesh:
+        buffers = [torch.zeros(shapes[dim]) for dim in dims]
+        with pytest.warns(UserWarning, match=r"table\[:16\]") as caught:
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims):
+                pass
+        assert [x.filename for x in caught] == [__file__]
+        buffers = [torch.zeros(2, 16), torch.zeros(16, 4)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 0]):
+                pass
 
 
 def test_rotate_method():
@@ -226,6 +247,32 @@ def test_style_takes_the_order_from_around():
             right(layout)
 
     on_mesh(2, body)
+
+
+def test_compiled_styles_one_after_the_other_in_modules_of_fsdp2():
+    """Dynamo makes integers dynamic that differ between modules which FSDP2 shards."""
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    with fake_ranks(2) as mesh, torch.no_grad():
+        for i in range(4):
+            block = parallelize_module(Block(), mesh, {"inner": ContextParallel(balancer=None)})
+            if i < 2:
+                continue  # 0 and 1 are never dynamic
+            for module in block.modules():  # as fully_shard() says it
+                module._is_fsdp_managed_module = module._fsdp_use_orig_params = True
+            compiled = torch.compile(block, fullgraph=True, backend="eager")
+            assert compiled(torch.zeros(1, 1, 8, 4)).shape == (1, 1, 8, 4)
 
 
 def test_a_module_in_the_style_cannot_be_pickled():

@@ -164,7 +164,7 @@ def test_refusals_of_layouts():
     with fake_ranks(2) as mesh:
         rows = outline(mesh, SHAPE)
         for ranks in (1, 4):
-            assert "2 ranks share the sequence" in reasons(mesh, rows, layout=HeadTail(64, ranks))
+            assert "; make one for 2" in reasons(mesh, rows, layout=HeadTail(64, ranks))
         assert "enabled(layout=None)" in reasons(mesh, rows, layout=HeadTail(60, 2))
         own_rows = PerDocumentHeadTail([[4, 60], [60, 4], [30, 34]], 2)
         assert "batch rows" in reasons(mesh, rows, layout=own_rows)
@@ -211,6 +211,28 @@ def test_explain_tells_what_moves():
         assert plan.extra_bytes == (4096 * plan.key_row_bytes, 2 * 4096 * plan.key_row_bytes)
     plain = cp_dispatch.explain_flex(*[torch.randn(1, 1, 8, 4)] * 3)
     assert plain.handler == "stock"
+
+
+@pytest.mark.parametrize("length, rows", [(64, 32), (63, 32)])
+def test_explain_of_shards_in_a_block(length, rows):
+    mask = mask_of(length)
+    plain = [torch.randn(1, 2, rows, 8) for _ in range(3)]
+    with fake_ranks(2) as mesh:
+        block = cp_dispatch.context_parallel(
+            mesh, buffers=[mask], buffer_seq_dims=[0], balancer="head-tail"
+        )
+        with block:
+            plan = cp_dispatch.explain_flex(*plain, mask)
+            whole = cp_dispatch.explain_flex(*plain)
+            other = cp_dispatch.explain_flex(*plain, create_block_mask(
+                causal, None, None, rows, rows, "cpu", BLOCK_SIZE=16))  # fmt: skip
+        with cp_dispatch.context_parallel(mesh):
+            no_order = cp_dispatch.explain_flex(*plain)
+    assert plan.handler == "cp_dispatch" and plan.query_length == length
+    assert plan.layout == HeadTail(length, 2) and "inside context_parallel over 2" in str(plan)
+    assert whole.rows_sent == (32, length - 32)
+    assert other.handler == "refused" and "among the block's buffers" in str(other)
+    assert no_order.handler == "refused" and "in which order" in str(no_order)
 
 
 def test_explain_tells_groups():

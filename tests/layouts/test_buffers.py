@@ -214,6 +214,7 @@ def test_parameters_and_grad_modes():
     ("buffers", "seq_dims", "balancer", "message"),
     [
         (torch.ones(2, 8), 1, HeadTail(8, 4), "is for 4 ranks, the mesh has 2"),
+        (torch.ones(2, 8), 1, "head-tail", "balancer must be None .*got 'head-tail'"),
         (torch.ones(2, 9), 1, HeadTail(8, 2), "is for 8 positions, the tensor has 9 along dim 1"),
         (torch.ones(2, 8), 2, None, r"has shape \[2, 8\], which has no dim 2"),
         (torch.tensor(1.0), 0, None, r"has shape \[\], which has no dim 0"),

@@ -312,8 +312,9 @@ def test_more_refusals():
     refused(VarlenProblem((9, 30), (5, 30), (2, -1)), "sees keys after the diagonal")
     refused(VarlenProblem(heads=3, key_heads=1), "do not divide", placements=(Shard(1),))
     refused(BASE, "the layout is HeadTail", HeadTail(32, 2))
-    refused(BASE, "2 ranks share the sequence", HeadTail(48, 4))
-    refused(BASE, "2 ranks share the sequence", HeadTail(48, 1))
+    for ranks in (1, 4):
+        words = "2 ranks share the sequence.*; make one for 2"
+        refused(BASE, words, HeadTail(48, ranks))
     refused(BASE, "key is placed .* beside shards that lie in the layout", HeadTail(48, 2),
             key_placements=(Replicate(),))  # fmt: skip
     refused(BASE, "2 batch rows of their own", PerDocumentHeadTail([[48], [24, 24]], 2))
