@@ -101,6 +101,7 @@ __all__ = [
     "remove_subclass_rule",
     "resolve_group",
     "run_uncompiled",
+    "save_in_partitioners",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
     "set_plain_kernel",
@@ -502,6 +503,43 @@ def keep_order_in_inductor(communicates) -> None:
 
     decide_global_ordering_of_comms.is_of_cp_dispatch = True
     comms.decide_global_ordering_of_comms = decide_global_ordering_of_comms
+
+
+def save_in_partitioners(communicates) -> None:
+    """From now on, let no backward of a graph repeat ops of which ``communicates(op)``, but where a
+    checkpoint says so, as torch does with its own collectives.
+
+    Stays, as :func:`keep_order_in_inductor`.
+    """
+    from torch._functorch import partitioners
+
+    of_torch, choose = partitioners.force_save_collectives, partitioners.choose_saved_values_set
+    if getattr(of_torch, "is_of_cp_dispatch", False):
+        return
+
+    @functools.wraps(of_torch)
+    def force_save_collectives(joint_module):
+        of_torch(joint_module)
+        for node in joint_module.graph.nodes:
+            if communicates(node.target) and not partitioners.must_recompute(node):
+                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+    @functools.wraps(choose)
+    def choose_saved_values_set(*args, **kwargs):
+        saved = choose(*args, **kwargs)
+        # Where nothing else is left to choose from, torch names ops that have several results.
+        several = [node for node in saved if communicates(node.target) and not _is_one(node)]
+        parts = (x for node in several for x in node.users if x.target is operator.getitem)
+        return [*dict.fromkeys([*(x for x in saved if x not in several), *parts])]
+
+    force_save_collectives.is_of_cp_dispatch = True
+    partitioners.force_save_collectives = force_save_collectives
+    partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def _is_one(node) -> bool:
+    """Whether a node of a graph is a single tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def guard_trace(check, words: str, key: object) -> None:

@@ -4,18 +4,20 @@ The keys of those caches see the call of scaled_dot_product_attention and not th
 stands before it, nor torch's switches of backends, nor the process groups whose names a traced
 graph holds; all can differ between runs, and between ranks that share a cache.
 ``torch.compiler.config.cache_key_tag`` is part of every key, so the tag carries them: the options
-while enabled and, from each trace on, which comes before the key is made, the switches and the
-groups that traces have used.
+while enabled and, from each trace on, which comes before the key is made, the switches, the groups
+that traces have used, and which call of this trace used which. Else a process that had met two
+groups would take a graph for either of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 
 import torch
 import torch.distributed as dist
 
-from cp_dispatch._compat import disable_current_modes, resolve_group
+from cp_dispatch._compat import disable_current_modes, dynamo_traces, resolve_group
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.flex import groups
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
@@ -28,10 +30,11 @@ from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
 _groups: set[tuple] = set()
+_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace, as a hash
 
 
-def tag(state: object | None) -> None:
-    """Put ``state`` and the groups into the tag; None removes what was put."""
+def tag(state: object | None, calls: str = "") -> None:
+    """Put ``state``, groups and the calls of a trace into the tag; None removes what was put."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None:
         schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS, VARLEN_SCHEMAS
@@ -41,18 +44,32 @@ def tag(state: object | None) -> None:
         # What "auto" chooses hangs on the measured constants, what an op does on the version.
         constants = constants_here("cuda") if torch.cuda.is_available() else None
         text = repr(
-            (__version__, *schemas, KEEP, limits, state, constants, sdp_flags(), sorted(_groups))
-        )
-        own += _MARK + hashlib.sha256(text.encode()).hexdigest()[:16]
+            (
+                __version__, *schemas, KEEP, limits, state, constants, sdp_flags(),
+                sorted(_groups), calls,
+            )
+        )  # fmt: skip
+        own += _MARK + _hash(text)
     torch.compiler.config.cache_key_tag = own
 
 
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def note_group(group_name: str, state: object) -> None:
-    """A trace uses a group: its name, its ranks and this rank's place in it enter the tag, and
-    the switches as they are now. The graph keeps to its order, see Note [Graphs of ranks]."""
+    """A call in a trace uses a group: its name, its ranks and this rank's place in it enter the
+    tag, and the switches as they are now. The graph keeps to its order, see Note [Graphs of ranks].
+    """
+    group = None
     if group_name:
         keep_order()
         with disable_current_modes():
             ranks = tuple(dist.get_process_group_ranks(resolve_group(group_name)))
-            _groups.add((group_name, ranks, dist.get_rank()))
-    tag(state)
+            group = group_name, ranks, dist.get_rank()
+            _groups.add(group)
+    trace = dynamo_traces()
+    calls = _hash(repr((_calls.get(trace, "") if trace is not None else "", group, state)))
+    if trace is not None:
+        _calls[trace] = calls
+    tag(state, calls)

@@ -13,7 +13,10 @@ compute something. So without what stands here
 - what comes of no rows is nothing that a graph would compute: on a rank without rows an op is left
   out whose results only have consumers of no size. There an op that nobody leaves out reads them;
 - a backward op whose gradients are constants on a rank without rows (torch differentiates some
-  norms of nothing so) or that reads keys alone could move to the forward. It is held back.
+  norms of nothing so) or that reads keys alone could move to the forward. It is held back;
+- told to save memory (``activation_memory_budget``, ``aggressive_recomputation``), torch weighs
+  sizes to say which ops a backward repeats, which may be a ring on one rank and not on another.
+  Ours are not repeated, as torch's collectives are not, but in checkpoints.
 
 Torch's own collectives have that last trouble too, see :func:`warn_of_no_rows`.
 """
@@ -34,6 +37,7 @@ from cp_dispatch._compat import (
     leave_in_backward,
     leave_in_forward,
     local_tensor,
+    save_in_partitioners,
     size_hint,
 )
 from cp_dispatch.graph_ops import keep as keep_op
@@ -45,8 +49,9 @@ def communicates(op) -> bool:
 
 
 def keep_order() -> None:
-    """To be called in a trace: see the first part of Note [Graphs of ranks]."""
+    """To be called in a trace: see the first and last part of Note [Graphs of ranks]."""
     keep_order_in_inductor(communicates)
+    save_in_partitioners(communicates)
 
 
 def keep(result: Tensor, rows: Iterable[Tensor], backward: bool = False) -> None:

@@ -542,6 +542,46 @@ def test_keep_order_in_inductor():
     assert [x.after for x in given] == [[], [], ["a"], ["first"], ["c"], []]
 
 
+def test_save_in_partitioners():
+    """No backward repeats the op, but that of a checkpoint; it has two results."""
+    from torch._functorch import config, partitioners
+
+    op, backwards = torch.ops.aten.sort.default, []
+
+    def count_ops(graph, _):
+        backwards.append(sum(node.target is op for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def as_is(graph, _):
+        return make_boxed_func(graph.forward)
+
+    def function(x):
+        return (x.sin().sort().values.cos() * x).sort().values
+
+    def count(function):
+        backend = aot_autograd(
+            fw_compiler=as_is, bw_compiler=count_ops,
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+        torch._dynamo.reset()
+        x = torch.rand(64, requires_grad=True)
+        with config.patch(activation_memory_budget=0.01):
+            got = torch.compile(function, backend=backend)(x)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), x), torch.autograd.grad(function(x).sum(), x)
+        )
+        return backwards.pop()
+
+    names = "force_save_collectives", "choose_saved_values_set"
+    torchs = {name: inspect.unwrap(getattr(partitioners, name)) for name in names}
+    with mock.patch.multiple(partitioners, **torchs):
+        repeated = count(function)
+        for _ in range(2):
+            _compat.save_in_partitioners(lambda target: target is op)
+        assert (repeated, count(function)) == (2, 0)
+        assert count(lambda x: checkpoint(function, x, use_reentrant=False)) == 2
+
+
 def test_forget_resolved_kernels():
     """A trace that goes by the Python dispatcher sees a kernel that came or went since."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")

@@ -3,12 +3,14 @@ caches, and the dispatch of causal biases."""
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch._guards import TracingContext, tracing
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import bias as torch_bias
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from cp_dispatch import disable, enable, enabled, explain
+from cp_dispatch import compile_cache, disable, enable, enabled, explain
 from tests.ranks import one_rank
 
 # A mark before, as a user may have put one.
@@ -78,6 +80,27 @@ def test_an_exception_restores_the_tag(before):
     with pytest.raises(KeyError), enabled():
         raise KeyError
     assert tag() == before
+
+
+def test_the_tag_tells_which_group_a_trace_uses(before, monkeypatch):
+    """Not only which ones the process has used, or one that meets them in another order would take
+    the graph of the first for the second."""
+
+    def tags(names):
+        monkeypatch.setattr(compile_cache, "_groups", set())
+        found = {}
+        for name in names:
+            with tracing(TracingContext(None)):
+                for _ in range(2):
+                    compile_cache.note_group(name, "state")
+                    assert tag() not in found.values()
+                found[name] = tag()
+        return found
+
+    with one_rank(), enabled():
+        names = [dist.group.WORLD.group_name, dist.new_group([0]).group_name]
+        first, again, other_way = tags(names), tags(names), tags(names[::-1])
+        assert first == again and not {*first.values()} & {*other_way.values()}
 
 
 def test_causal_biases_are_dispatched_by_torch_again_afterwards():
