@@ -3,14 +3,11 @@ compiled kernels. Against float64, ranks as threads."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -21,8 +18,8 @@ from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex.cut import FULL, PARTIAL, Blocks, listed, lists
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
-from tests.flex.problems import NAMES, causal, gradients_on_cpu
-from tests.flex.sharded import in_groups, permuted
+from tests.flex.problems import NAMES, causal
+from tests.flex.sharded import in_groups, permuted, uncompiled_op
 
 B, H, HKV, D, DV = 2, 4, 2, 8, 6
 
@@ -130,18 +127,8 @@ def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1, p
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """The op itself, for torch's tracers are not for threads; with gradients."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    module = importlib.import_module("torch._higher_order_ops.flex_attention")
-    trace, lock = module.create_fw_bw_graph, threading.Lock()
-
-    def one_by_one(*args):
-        with lock:
-            return trace(*args)
-
-    monkeypatch.setattr(module, "create_fw_bw_graph", one_by_one)
-    with gradients_on_cpu():
+def uncompiled():
+    with uncompiled_op():
         yield
 
 
