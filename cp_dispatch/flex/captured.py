@@ -28,7 +28,7 @@ def for_kernel(buffers: tuple, plan: FlexPlan, part) -> tuple:
 
 def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
     placed = [Replicate()] * buffer.device_mesh.ndim
-    whole = buffer.detach()
+    whole = _detached(buffer)
     if list(buffer.placements) != placed:
         whole = whole.redistribute(placements=placed)
     whole = local_tensor(whole)
@@ -39,6 +39,16 @@ def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
     if buffer.requires_grad and not is_tracing():
         whole = whole.detach().requires_grad_()
     return whole
+
+
+def _detached(x: DTensor) -> DTensor:
+    if not torch.is_inference_mode_enabled():
+        return x.detach()
+    # Which makes no view of a DTensor from outside of it.
+    return DTensor.from_local(
+        local_tensor(x), x.device_mesh, x.placements, run_check=False, shape=x.shape,
+        stride=x.stride(),
+    )  # fmt: skip
 
 
 def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:

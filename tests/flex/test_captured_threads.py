@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_dispatch
@@ -84,3 +84,23 @@ def test_gradients_where_a_rank_has_no_rows(grouped):
         for got in run_threads(3, body):
             for mine, true in zip(got, want, strict=True):
                 torch.testing.assert_close(mine, true)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_inference_mode(placement):
+    """Of a DTensor from outside of it torch makes no view there."""
+    inputs, bias = tensors(8), torch.arange(8.0, dtype=torch.float64)
+    mask = create_block_mask(causal, None, None, 8, 8, "cpu")
+
+    def score(score, b, h, q, k, bias):
+        return score + bias[q - k]
+
+    def body(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        mine = [distribute(x, mesh, ROWS) for x in inputs]
+        learned = distribute(bias, mesh, [placement]).requires_grad_()
+        with cp_dispatch.enabled(), torch.inference_mode():
+            return attend(mine, score, [learned], mask).full_tensor()
+
+    for got in run_threads(2, body):
+        torch.testing.assert_close(got, dense(inputs, score, [bias], causal))
