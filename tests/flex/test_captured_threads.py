@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask
 
 import cp_dispatch
+from cp_dispatch import PerDocumentHeadTail
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
-from tests.flex.sharded import ROWS, in_groups, uncompiled_op
+from tests.flex.sharded import ROWS, in_groups, permuted, uncompiled_op
 
 FORWARD = torch.ops.higher_order.flex_attention
 B, H, D = 2, 2, 4
@@ -54,6 +55,10 @@ def dense(inputs, score_mod, captured, mask_mod) -> Tensor:
 
 def causal(b, h, q, k):
     return q >= k
+
+
+def every_second(b, h, q, k):
+    return (q >= k) & ((h == 0) | ((q - k) % 2 == 0))
 
 
 def weighted(score, b, h, q, k, slope, bias, ids):
@@ -104,3 +109,22 @@ def test_inference_mode(placement):
 
     for got in run_threads(2, body):
         torch.testing.assert_close(got, dense(inputs, score, [bias], causal))
+
+
+def test_layout_of_each_batch_row():
+    """With a rank that has no rows, a mask of each head, and a captured number."""
+    layout, inputs = PerDocumentHeadTail([[1, 3], [2, 2]], 3), tensors(4)
+    mask = create_block_mask(every_second, None, H, 4, 4, "cpu")
+
+    def score(score, b, h, q, k, factor):
+        return score * factor
+
+    def body(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (3,))
+        mine = [distribute(permuted(x, layout.indices), mesh, ROWS) for x in inputs]
+        factor = distribute(torch.tensor(0.5).double(), mesh, [Replicate()])
+        with cp_dispatch.enabled(layout=layout):
+            return permuted(attend(mine, score, [factor], mask).full_tensor(), layout.inverse)
+
+    for got in run_threads(3, body):
+        torch.testing.assert_close(got, dense(inputs, score, [0.5], every_second))
