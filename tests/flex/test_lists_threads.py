@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import cp_dispatch
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import ContextParallelError, HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex.cut import FULL, PARTIAL, Blocks, listed, lists
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
@@ -215,6 +215,28 @@ def test_two_mesh_dims_share_the_sequence(schedule, length, layout):
 def test_groups_of_heads_on_two_mesh_dims():
     with in_groups():
         run(make("by head", 50), (2, 2), calls=2)
+
+
+def test_debug_mode_and_own_rows(monkeypatch):
+    """Ranks may have other numbers of rows of blocks; a mask that is wrong for some of them raises
+    on all."""
+    monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
+    whole = create_block_mask(causal, None, None, 20, 20, "cpu", BLOCK_SIZE=6)
+    first = whole[:, :, :1]
+    first.mask_mod = causal
+    want = flex_attention(*tensors(20)[:3], block_mask=whole, enable_gqa=True)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        inputs = [distribute(x, mesh, [Shard(2)]) for x in tensors(20)[:3]]
+        own = cp_dispatch.shard(mesh, whole, 2)  # 7, 7 and 6 rows: 2, 2 and 1 blocks
+        with cp_dispatch.enabled():
+            out = flex_attention(*inputs, block_mask=own, enable_gqa=True)
+            torch.testing.assert_close(out.full_tensor(), want)
+            with pytest.raises(ContextParallelError, match="neither this rank's nor"):
+                flex_attention(*inputs, block_mask=first, enable_gqa=True)
+
+    run_threads(3, body)
 
 
 def test_table():
