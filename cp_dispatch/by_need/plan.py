@@ -20,7 +20,12 @@ class PlanByNeed:
         """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
         again, and gives back the gradients of what it got. None without a look at what needs
         them: the mask, or the documents."""
-        return None if self.rows_sent is None else self.rows_sent[rank] * self.key_row_bytes
+        return None if self.rows_sent is None else self.rows_sent[rank] * self.sent_row_bytes
+
+    @property
+    def sent_row_bytes(self) -> int:
+        """Bytes of one of the rows that :attr:`rows_sent` counts."""
+        return self.key_row_bytes
 
     def error(self) -> ContextParallelError:
         """Of a plan that is refused."""

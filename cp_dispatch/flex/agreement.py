@@ -7,7 +7,10 @@ import hashlib
 import torch
 
 from cp_dispatch.agreement import agree, local_shape_fits
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall
+from cp_dispatch.flex.local import LocalFlex
+from cp_dispatch.flex.plan import make_plan
 from cp_dispatch.options import Options
 
 
@@ -22,22 +25,38 @@ def check_flex_agreement(options: Options, call: FlexCall) -> None:
     """
     tensors = list(call.tensors.values())
     fits = all(local_shape_fits(x) for x in tensors if hasattr(x, "device_mesh"))
+    rows = _rows(options, call)
     lines = [
-        call.describe(),
+        call.describe(own_rows=rows == _OWN),
         f"gradients wanted: {[x.requires_grad for x in tensors]}",
         f"{options}",
         f"local shards have the shapes that the global shapes imply: {fits}",
+        f"rows of blocks of the mask: {rows}",
         f"blocks of the mask: {_digest(call)}",
     ]
     text = "\n".join("    " + line for part in lines for line in part.splitlines())
     agree("flex_attention", text, tensors)
 
 
+_OWN = "this rank's"
+
+
+def _rows(options: Options, call: FlexCall) -> str:
+    """Whose rows a mask has, which may be wrong for some ranks alone."""
+    plan = make_plan(options, call)
+    if plan.handler == "refused":
+        return "the call is refused"
+    try:
+        return _OWN if LocalFlex(call, plan).has_local_rows else "of the whole sequence"
+    except ContextParallelError:
+        return "neither this rank's nor of the whole sequence"
+
+
 def _digest(call: FlexCall) -> str:
     """Of a mask's blocks, where it has those of the whole sequence."""
     mask = call.mask
     if mask.lists.kv_num.size(2) != -(-int(mask.lengths[0]) // mask.block_size[0]):
-        return "this rank's"
+        return _OWN
     parts = []
     for num, indices in (mask.tensors[:2], mask.tensors[2:4]):
         if num is not None:

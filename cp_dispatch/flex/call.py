@@ -37,10 +37,13 @@ class FlexCall:
             if isinstance(x, torch.Tensor)
         }
 
-    def describe(self) -> str:
-        """The call in one line a tensor, for messages."""
+    def describe(self, own_rows: bool = False) -> str:
+        """The call in one line a tensor, for messages; with ``own_rows`` without the number of rows
+        of blocks, which ranks that have their own need not have in common."""
         lines = [f"{name}: {describe_tensor(x)}" for name, x in self.tensors.items()]
         blocks = tuple(self.mask.lists.kv_indices.shape)
+        if own_rows:
+            blocks = (*blocks[:2], "own rows", blocks[3])
         lines.append(
             f"block_mask: lengths {tuple(map(int, self.mask.lengths))}, blocks "
             f"{self.mask.block_size}, kv_indices {blocks}"

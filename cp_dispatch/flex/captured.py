@@ -11,11 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.fx import GraphModule
 
 from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.layouts import Balancer
+
+_ARGUMENTS = 5  # of a score_mod, before what it captures: score, b, h, q_idx, kv_idx
 
 
 def for_kernel(buffers: tuple, plan: FlexPlan, part) -> tuple:
@@ -25,7 +28,7 @@ def for_kernel(buffers: tuple, plan: FlexPlan, part) -> tuple:
 
 def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
     placed = [Replicate()] * buffer.device_mesh.ndim
-    whole = buffer.detach()
+    whole = _detached(buffer)
     if list(buffer.placements) != placed:
         whole = whole.redistribute(placements=placed)
     whole = local_tensor(whole)
@@ -36,6 +39,16 @@ def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
     if buffer.requires_grad and not is_tracing():
         whole = whole.detach().requires_grad_()
     return whole
+
+
+def _detached(x: DTensor) -> DTensor:
+    if not torch.is_inference_mode_enabled():
+        return x.detach()
+    # Which makes no view of a DTensor from outside of it.
+    return DTensor.from_local(
+        local_tensor(x), x.device_mesh, x.placements, run_check=False, shape=x.shape,
+        stride=x.stride(),
+    )  # fmt: skip
 
 
 def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
@@ -59,6 +72,18 @@ def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
     shape = [1] * x.ndim
     shape[0], shape[dim] = order.shape
     return x.take_along_dim(order.long().view(shape), dim)
+
+
+def have_gradients(joint_graph, count: int) -> list[bool]:
+    """Which of so many captured tensors ``score_mod``'s backward has gradients of.
+
+    Sums over ranks go by it: it is the same on all of them, also on those without rows, and in a
+    trace, where torch up to 2.13 promises a gradient of every tensor and gives None later.
+    """
+    if not isinstance(joint_graph, GraphModule):
+        return [True] * count
+    (output,) = joint_graph.graph.find_nodes(op="output")
+    return [x is not None for x in output.args[0][_ARGUMENTS:]]
 
 
 def gradient(grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part) -> Tensor | None:

@@ -126,7 +126,8 @@ def cut(
         full = dense(mask.full_kv_num, mask.full_kv_indices, columns)
     blocks = len(covered.complete)
     if is_cut or not blocks:
-        some, every = partial[:, :, :blocks], full if full is None else full[:, :, :blocks]
+        every = None if full is None else _of_lanes(full, owned.lanes)[:, :, :blocks]
+        some = _of_lanes(partial, owned.lanes)[:, :, :blocks]
         some = some if every is None else some | every
     else:
         index = torch.tensor(covered.blocks, device=partial.device)
@@ -149,8 +150,13 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
     if lanes == 1:
         return table[:, :, index[0].flatten()].unflatten(2, (blocks, most))
     batch = torch.arange(lanes, device=table.device).view(-1, 1, 1)
-    taken = table.expand(lanes, *table.shape[1:])[batch, :, index]  # (B, T, n, H, C)
+    taken = _of_lanes(table, lanes)[batch, :, index]  # (B, T, n, H, C)
     return taken.permute(0, 3, 1, 2, 4)
+
+
+def _of_lanes(table: Tensor, lanes: int) -> Tensor:
+    """With a batch row for each lane, if there are several."""
+    return table.expand(lanes, *table.shape[1:]) if lanes > 1 else table
 
 
 def of_tables(partial: Tensor, full: Tensor | None) -> Blocks:

@@ -12,7 +12,7 @@ from cp_dispatch._compat import local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.local import LocalFlex, apart
-from cp_dispatch.flex.results import not_before, outlines, placed_strides, zeros_for
+from cp_dispatch.flex.results import no_gradients, not_before, outlines, placed_strides
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.graph_order import keep, stay_in_backward
@@ -60,9 +60,9 @@ def backward(local: LocalFlex, op, results, score_mod, joint_graph, scale, kerne
         part = query.narrow(1, *heads)
         results_part = [_part(x, heads) for x in results]
         if local.is_empty:
-            zeros = [torch.zeros_like(x) for x in (part, *keys)]
-            grad_query, *grads = not_before(zeros, keys[0], *buffers[0], *buffers[1])
-            captured = [zeros_for(x) for x in buffers[0]]
+            (grad_query, *grads), captured = no_gradients(
+                (part, *keys), buffers[0], keys[0], *buffers[0], *buffers[1]
+            )
         else:
             place = local.place_of(heads)
             grad_query, *grads, captured = op(

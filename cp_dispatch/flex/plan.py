@@ -49,7 +49,8 @@ class FlexPlan(PlanByNeed):
         key_row_bytes: bytes that one position of key and value takes on a rank.
         reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
         rows_sent: key rows that each rank sends in a forward, where the block mask was looked at
-            (:func:`explain_flex`).
+            (:func:`explain_flex`). Each is of all batch rows of a rank, or in a layout of each
+            batch row, where ``lanes`` is their number, of one.
         call: the call in words.
     """
 
@@ -64,7 +65,12 @@ class FlexPlan(PlanByNeed):
     groups: int = 1
     reasons: tuple[str, ...] = ()
     rows_sent: tuple[int, ...] | None = None
+    lanes: int = 1
     call: str = field(default="", compare=False)
+
+    @property
+    def sent_row_bytes(self) -> int:
+        return self.key_row_bytes // self.lanes
 
     @property
     def extra_bytes(self) -> tuple[int, int]:
@@ -95,7 +101,7 @@ class FlexPlan(PlanByNeed):
         if self.rows_sent is not None:
             lines += [
                 f"  rank {rank:4d} sends {rows:7d} rows of keys, "
-                f"{rows * self.key_row_bytes / mib:.3f} MiB forward"
+                f"{rows * self.sent_row_bytes / mib:.3f} MiB forward"
                 for rank, rows in enumerate(self.rows_sent)
             ]
         forward, backward = (size / mib for size in self.extra_bytes)
@@ -129,6 +135,7 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
         _key_row_bytes(call),
         count,
         (why, *why_groups),
+        lanes=_lanes(query, options.layout),
     )
 
 
@@ -166,6 +173,11 @@ def _local_batch(tensor) -> int:
     """The most batch rows that a rank has."""
     ranks = math.prod(tensor.device_mesh.size(dim) for dim in sharded_dims(tensor, 0))
     return -(-int(tensor.shape[0]) // ranks)
+
+
+def _lanes(query, layout: Balancer | None) -> int:
+    """The most batch rows of a rank that lie each in an order of its own."""
+    return max(1, _local_batch(query)) if layout is not None and layout.rows > 1 else 1
 
 
 def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[str, str]:

@@ -166,9 +166,11 @@ def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...], named: str
     if not isinstance(x, DTensor):
         return []
     dims = {p.dim for i, p in enumerate(x.placements) if i in ring and isinstance(p, Shard)}
-    fits = all(x.shape[dim] == layout.seq_len for dim in dims) and len(dims) <= 1
+    if not dims:
+        return []
+    fits = all(x.shape[dim] == layout.seq_len for dim in dims) and len(dims) == 1
     own_rows = layout.rows == 1 or (0 not in dims and x.shape[0] == layout.rows)
-    if not dims or (fits and own_rows and _even(x, dims, layout)):
+    if fits and own_rows and _even(x, dims, layout):
         return []
     return [
         f"{name}, {list(x.shape)} placed {x.placements}, is sharded over the ranks that share the "

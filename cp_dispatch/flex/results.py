@@ -34,6 +34,16 @@ def zeros_for(captured) -> Tensor | None:
     return torch.zeros_like(captured) if needs else None
 
 
+def no_gradients(tensors, captured, *waited) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Zeros for ``tensors`` and for what a mod ``captured``, :func:`not_before` what they wait
+    for: those of captured tensors are summed over all ranks."""
+    zeros = [zeros_for(x) for x in captured]
+    given = [torch.zeros_like(x) for x in tensors] + [x for x in zeros if x is not None]
+    given = not_before(given, *waited)
+    found = iter(given[len(tensors) :])
+    return given[: len(tensors)], [None if x is None else next(found) for x in zeros]
+
+
 def placed_strides(shape, like) -> tuple:
     """Strides of dense memory whose dims lie in the order that the strides ``like`` say, the last
     dim innermost."""

@@ -33,7 +33,7 @@ from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
-from cp_dispatch.flex.results import not_before, nothing, outlines, wrap, zeros_for
+from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
 from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.graph_order import keep, warn_of_no_rows
 
@@ -152,13 +152,14 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
         )
         grad_key, grad_value = local.key_gradients(*grads)
     keep(grad_key, (call.query, call.key), backward=True)
+    have = captured.have_gradients(joint_graph, len(call.score_buffers))
     return (
         wrap(grad_query, call.query),
         _key_gradient(grad_key, call.key, local),
         _key_gradient(grad_value, call.value, local),
         tuple(
-            captured.gradient(grad, buffer, call.query, local.plan, local.part)
-            for grad, buffer in zip(of_buffers, call.score_buffers, strict=False)
+            captured.gradient(grad, buffer, call.query, local.plan, local.part) if has else None
+            for grad, buffer, has in zip(of_buffers, call.score_buffers, have, strict=False)
         ),
     )
 
@@ -168,9 +169,10 @@ def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, k
     key, value = local.keys(backward=True, waited=results[2:])
     query, buffers = local_tensor(local.call.query), local.buffers()
     if local.is_empty:
-        grads = [torch.zeros_like(x) for x in (query, key, value)]
-        grads = not_before(grads, key, *buffers[0], *buffers[1])
-        return *grads, [zeros_for(x) for x in buffers[0]]
+        grads, of_buffers = no_gradients(
+            (query, key, value), buffers[0], key, *buffers[0], *buffers[1]
+        )
+        return *grads, of_buffers
     place = local.place
     return BACKWARD(
         query, key, value, *results, place.score_mod(score_mod),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import threading
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dispatch.flex import grouped, groups, plan
 from tests.distributed.sharded import distribute
-from tests.flex.problems import NAMES, FlexProblem
+from tests.flex.problems import NAMES, FlexProblem, gradients_on_cpu
 
 ROWS = (Shard(2),)
 
@@ -69,6 +72,23 @@ def run_sharded(
 
 def replicated(mesh) -> tuple:
     return (Replicate(),) * mesh.ndim
+
+
+@contextlib.contextmanager
+def uncompiled_op():
+    """Inside, ``flex_attention`` calls the op itself, for torch's tracers are not for threads; with
+    gradients."""
+    module = importlib.import_module("torch._higher_order_ops.flex_attention")
+    trace, lock = module.create_fw_bw_graph, threading.Lock()
+
+    def one_by_one(*args):
+        with lock:
+            return trace(*args)
+
+    with pytest.MonkeyPatch.context() as patch, gradients_on_cpu():
+        patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        patch.setattr(module, "create_fw_bw_graph", one_by_one)
+        yield
 
 
 @contextlib.contextmanager

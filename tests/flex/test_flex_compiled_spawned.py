@@ -146,27 +146,35 @@ def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
 
 def without_rows(env: Env, grouped: bool) -> None:
     """A rank that computes nothing, but has keys: its graph needs nothing of the exchange, and the
-    other one needs it there."""
+    other one needs it there. The same for the sum of a captured tensor's gradients; of another
+    tensor nobody wants one, and none is summed."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 2, n, 16, generator=generator) for n in (1, 64, 64)]
+    bias, slope = torch.rand(2, 64, generator=generator)
+    bias = bias.clone().requires_grad_()
+
+    def score(score, b, h, q, k):
+        return score * slope[k] + bias[k]
+
     groups = in_groups() if grouped else contextlib.nullcontext()
     with gradients_on_cpu(), groups, cp_dispatch.enabled(), pytest.MonkeyPatch.context() as patch:
         alone = [x.clone().requires_grad_() for x in whole]
-        want = flex_attention(*alone)
-        want = [want, *torch.autograd.grad(want, alone, want.detach())]
+        want = flex_attention(*alone, score)
+        want = [want, *torch.autograd.grad(want, [*alone, bias], want.detach())]
         leaves = [distribute(x, env.mesh(), [Shard(2)]).requires_grad_() for x in whole]
         # Which cut graphs in two in different ways.
         for backend in (Graphs(), "aot_eager"):
             torch._dynamo.reset()
-            out = torch.compile(flex_attention, fullgraph=True, backend=backend)(*leaves)
-            got = [out, *torch.autograd.grad(out, leaves, out.detach())]
+            out = torch.compile(flex_attention, fullgraph=True, backend=backend)(*leaves, score)
+            got = [out, *torch.autograd.grad(out, [*leaves, bias], out.detach())]
             for mine, true in zip(got, want, strict=True):
-                torch.testing.assert_close(mine.full_tensor(), true)
+                mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                torch.testing.assert_close(mine, true)
         torch._dynamo.reset()
         patch.setattr(flex_local, "Listed", None)
         with torch.no_grad():
             out = torch.compile(flex_attention, fullgraph=True)(*leaves)
-        torch.testing.assert_close(out.full_tensor(), want[0])
+            torch.testing.assert_close(out.full_tensor(), flex_attention(*whole))
 
 
 def documents_of_other_lengths(env: Env) -> None:

@@ -235,6 +235,18 @@ def test_explain_of_shards_in_a_block(length, rows):
     assert no_order.handler == "refused" and "in which order" in str(no_order)
 
 
+def test_explain_in_a_layout_of_each_batch_row():
+    """Rows there are of one batch row: each rank sends its 8 positions of both."""
+    with (
+        fake_ranks(2) as mesh,
+        cp_dispatch.enabled(layout=PerDocumentHeadTail([[7, 9], [9, 7]], 2)),
+    ):
+        plan = cp_dispatch.explain_flex(*[outline(mesh, (2, 1, 16, 8))] * 3)
+        assert plan.rows_sent == (16, 16)
+        assert plan.bytes_sent(0) == 8 * plan.key_row_bytes == 8 * 2 * (8 + 8) * 4
+        assert "sends      16 rows of keys, 0.001 MiB" in str(plan)
+
+
 def test_explain_tells_groups():
     """By lengths, heads and the setting alone: 32,768 rows of 32 heads, with rows as heads."""
     shapes = [(1, heads, 4096, 128) for heads in (1024, 256, 256)]

@@ -3,26 +3,23 @@ compiled kernels. Against float64, ranks as threads."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import cp_dispatch
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import ContextParallelError, HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex.cut import FULL, PARTIAL, Blocks, listed, lists
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
-from tests.flex.problems import NAMES, causal, gradients_on_cpu
-from tests.flex.sharded import in_groups, permuted
+from tests.flex.problems import NAMES, causal
+from tests.flex.sharded import in_groups, permuted, uncompiled_op
 
 B, H, HKV, D, DV = 2, 4, 2, 8, 6
 
@@ -130,18 +127,8 @@ def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1, p
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """The op itself, for torch's tracers are not for threads; with gradients."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    module = importlib.import_module("torch._higher_order_ops.flex_attention")
-    trace, lock = module.create_fw_bw_graph, threading.Lock()
-
-    def one_by_one(*args):
-        with lock:
-            return trace(*args)
-
-    monkeypatch.setattr(module, "create_fw_bw_graph", one_by_one)
-    with gradients_on_cpu():
+def uncompiled():
+    with uncompiled_op():
         yield
 
 
@@ -228,6 +215,28 @@ def test_two_mesh_dims_share_the_sequence(schedule, length, layout):
 def test_groups_of_heads_on_two_mesh_dims():
     with in_groups():
         run(make("by head", 50), (2, 2), calls=2)
+
+
+def test_debug_mode_and_own_rows(monkeypatch):
+    """Ranks may have other numbers of rows of blocks; a mask that is wrong for some of them raises
+    on all."""
+    monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
+    whole = create_block_mask(causal, None, None, 20, 20, "cpu", BLOCK_SIZE=6)
+    first = whole[:, :, :1]
+    first.mask_mod = causal
+    want = flex_attention(*tensors(20)[:3], block_mask=whole, enable_gqa=True)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        inputs = [distribute(x, mesh, [Shard(2)]) for x in tensors(20)[:3]]
+        own = cp_dispatch.shard(mesh, whole, 2)  # 7, 7 and 6 rows: 2, 2 and 1 blocks
+        with cp_dispatch.enabled():
+            out = flex_attention(*inputs, block_mask=own, enable_gqa=True)
+            torch.testing.assert_close(out.full_tensor(), want)
+            with pytest.raises(ContextParallelError, match="neither this rank's nor"):
+                flex_attention(*inputs, block_mask=first, enable_gqa=True)
+
+    run_threads(3, body)
 
 
 def test_table():
