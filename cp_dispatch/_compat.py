@@ -110,6 +110,7 @@ __all__ = [
     "symmetric_memory",
     "torch_context_parallel_is_on",
     "varlen_ops",
+    "version_witness",
     "view_of",
     "withdraw",
     "without_subclass",
@@ -155,6 +156,12 @@ def varlen_ops() -> list[str]:
     except ImportError:
         return []
     return [op for op in ("_varlen_attn", "_varlen_attn_out") if hasattr(torch.ops.torch_attn, op)]
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that has a DTensor's version counter, also when that is gone."""
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 def profiler_is_on() -> bool:

@@ -30,6 +30,7 @@ from cp_dispatch._compat import (
     local_tensor,
     profiler_is_on,
     run_uncompiled,
+    version_witness,
 )
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
@@ -154,8 +155,11 @@ class _Attention(torch.autograd.Function):
     @run_uncompiled
     def forward(ctx, prepared, query, key, value):
         output, logsumexp = prepared.forward(query, key, value)
-        # Not the output itself, which autograd would detach twice.
-        ctx.save_for_backward(query, key, value, output.detach(), logsumexp)
+        # Not the output itself, which autograd would detach twice, nor a detached one: both go
+        # through DTensor's dispatch. Autograd cannot see that this one is written to.
+        saved = dress(local_tensor(output), dtensor_spec(output))
+        ctx.save_for_backward(query, key, value, saved, logsumexp)
+        ctx.witness = version_witness(output)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return output
@@ -165,7 +169,18 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_output):
         if grad_output is None:
             return None, None, None, None
+        _check_version(ctx.witness)
         _, *needs = ctx.needs_input_grad
         saved = ctx.saved_tensors  # once, see cp_dispatch.ops
         grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
         return None, *(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+def _check_version(witness: Tensor) -> None:
+    """As autograd's check of what it saved, of an output that was at version 0."""
+    if witness._version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: the output of scaled_dot_product_attention, of shape "
+            f"{list(witness.shape)}, is at version {witness._version}; expected version 0 instead"
+        )

@@ -136,6 +136,15 @@ def test_has_tangent():
         assert not _compat.has_tangent(x)
 
 
+def test_version_witness(mesh):
+    x = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
+    alias, witness = x.detach(), _compat.version_witness(x)
+    del x
+    assert witness._version == 0
+    alias.add_(1)
+    assert witness._version == 1
+
+
 def test_group_name(mesh):
     group = mesh.get_group(0)
     assert _compat.group_name(group) == group.group_name

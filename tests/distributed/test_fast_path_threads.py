@@ -214,12 +214,19 @@ def test_a_checkpoint_records_one_way_and_recomputes_the_other(monkeypatch):
 def test_writing_into_what_was_saved_is_noticed():
     def body(mesh):
         query, key, value, grad = warm(mesh)
-        for touch in (lambda out: out.mul_(2), lambda out: key.detach().mul_(2)):
+        for touch in (
+            lambda out: out.mul_(2),
+            lambda out: out.detach().mul_(2),
+            lambda out: out.transpose(1, 2)[0].mul_(2),
+            lambda out: key.detach().mul_(2),
+        ):
             output = attend(query, key, value)
+            later = output * 1.0
             with torch.no_grad():
                 touch(output)
+            del output
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                torch.autograd.grad(output, (query, key, value), grad)
+                torch.autograd.grad(later, (query, key, value), grad)
 
     with cp_dispatch.enabled():
         on_ranks(body, 1)
