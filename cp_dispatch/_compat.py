@@ -84,6 +84,7 @@ __all__ = [
     "guard_trace",
     "has_tangent",
     "in_backward",
+    "is_capturing",
     "is_fake",
     "is_functorch_wrapped_tensor",
     "is_tracing",
@@ -199,6 +200,13 @@ def dispatch_modes_are_on() -> bool:
 def current_raw_stream(device: torch.device) -> int:
     """The handle of a device's current stream; 0 on CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+#: Whether the current stream is captured by a CUDA graph, where CUDA is in use; as torch.cuda's
+#: own, which is one more function of Python.
+is_capturing: Callable[[], bool] = (
+    torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool
+)
 
 
 def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:

@@ -5,6 +5,7 @@ Imported at the first merge on a GPU, because importing triton takes long.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,6 +46,8 @@ def _merge_kernel(
     merged = tl.maximum(la, lb) + tl.log(1.0 + tl.exp(-tl.abs(difference)))
 
     at_out = out + batch * o_b + head * o_h + row[:, None] * o_s + column[None, :]
+    # In place, one warp writes logsumexps that the others read: not before they have.
+    tl.debug_barrier()
     tl.store(at_out, (part_a + part_b).to(out.dtype.element_ty), mask=mask)
     tl.store(lse + batch * lo_b + head * lo_h + row * lo_s, merged, mask=row_mask)
 
@@ -63,4 +66,6 @@ def merge_triton(
     tensors = (out_a, lse_a, out_b, lse_b, out, lse)
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     grid = (blocks * batch * heads,)
-    _merge_kernel[grid](*tensors, *strides, heads, rows, dim, blocks, ROWS=block, DIM=padded_dim)
+    sizes = heads, rows, dim, blocks
+    with torch.cuda.device(out.device):  # where Triton launches
+        _merge_kernel[grid](*tensors, *strides, *sizes, ROWS=block, DIM=padded_dim)

@@ -163,6 +163,12 @@ def test_current_raw_stream():
             assert _compat.current_raw_stream(stream.device) == stream.cuda_stream
 
 
+def test_is_capturing():
+    assert not torch.cuda.is_available() or not _compat.is_capturing()
+    if not torch.backends.cuda.is_built():
+        assert _compat.is_capturing() is False
+
+
 def test_CausalBiasDispatch():
     def mine(*args):
         return "mine"

@@ -238,6 +238,26 @@ def test_gradients_of_sides_without_keys_are_zero(dtype):
     assert (parts[2].grad[:, :, :2] == 1).all() and (parts[0].grad[:, :, 4:6] == 1).all()
 
 
+def test_triton_writes_once_all_warps_have_read():
+    """A merge in place: warps read each other's logsumexps, without the extension's kernel."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from cp_dispatch.merge_triton import _merge_kernel as kernel
+
+    kinds = dict.fromkeys(kernel.arg_names, "i32")
+    kinds |= {"out_a": "*bf16", "out_b": "*bf16", "out": "*bf16"}
+    kinds |= dict.fromkeys(["lse_a", "lse_b", "lse"], "*fp32")
+    sizes = {"ROWS": 32, "DIM": 128, "la_s": 1, "lb_s": 1, "lo_s": 1}
+    kinds |= dict.fromkeys(sizes, "constexpr")
+    places = {(kernel.arg_names.index(name),): size for name, size in sizes.items()}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=places)
+    ptx = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    between = ptx[ptx.rindex("ld.global") : ptx.index("st.global")]
+    assert "bar.sync" in between or "barrier.sync" in between
+
+
 def test_a_batch_of_one_has_the_stride_of_a_longer_one():
     rows = torch.randn(1, 6, 4, 8)
     query = rows.transpose(1, 2)

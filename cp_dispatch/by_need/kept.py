@@ -7,7 +7,10 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
+import torch
 from torch import Tensor
+
+from cp_dispatch._compat import is_capturing
 
 _MAX_KEPT = 64
 
@@ -25,13 +28,23 @@ class Kept:
         self._lock = threading.Lock()
         #: The same results by tensor objects, with what must not have changed of each.
         self._near: dict[tuple, tuple[object, list]] = {}
+        #: What captured CUDA graphs go on reading, which do not tell when they go.
+        self._of_graphs: dict[int, object] = {}
 
     def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
         """``make()``, or what it gave before for the same contents of the same tensors."""
         near_key = (key, *map(id, tensors))
         near = self._near.get(near_key)
         if near is not None and _are_as_they_were(tensors, near[1]):
-            return near[0]
+            value = near[0]
+        else:
+            value = self._look(tensors, key, make, near_key)
+        first = tensors[0] if tensors else None
+        if (torch.cuda.is_initialized() if first is None else first.is_cuda) and is_capturing():
+            self._of_graphs[id(value)] = value
+        return value
+
+    def _look(self, tensors, key: Hashable, make: Callable[[], object], near_key: tuple):
         given = [x for x in tensors if x is not None]
         if any(x.is_inference() for x in given):  # whose versions nobody counts
             return make()

@@ -42,6 +42,8 @@ def finish(box: Mailbox, before: int, rest: Iterable[Mailbox | None] = ()) -> No
     try:
         if box.pulls == before:
             _flags_of(box)
+        else:  # its copies write to memory that nobody holds any longer
+            box.wait()
         for later in rest:
             if later is None:
                 return

@@ -57,12 +57,12 @@ class Ring:
         """This point of the current stream, for :meth:`after`; None on CPU, which runs in order."""
         if self.stream is None:
             return None
-        return torch.cuda.current_stream().record_event()
+        return self._current_stream().record_event()
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
         """Let the current stream wait for the work before ``mark``, if there is any."""
         if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+            self._current_stream().wait_event(mark)
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None):
@@ -76,8 +76,12 @@ class Ring:
                 yield
         except BaseException:
             # What was queued there reads and writes memory that nobody holds any longer.
-            torch.cuda.current_stream().wait_stream(self.stream)
+            self._current_stream().wait_stream(self.stream)
             raise
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        # Of the tensors' device: where nobody called set_device, another one is the current one.
+        return torch.cuda.current_stream(self.stream.device)
 
     def shift(self, send: Tensor, receive: Tensor) -> dist.Work:
         """Start sending ``send`` to the next rank while ``receive`` comes from the previous one.

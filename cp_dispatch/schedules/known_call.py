@@ -37,8 +37,8 @@ class KnownCalls:
 
     def __init__(self, job: Job):
         self._job = job
-        self._kinds: list[list | None] = [None, None]
-        self._ways: list = [None, None]
+        # Kind and way together: another thread may look while one learns.
+        self._found: list[tuple[list, weakref.ref | None]] = [([], None), ([], None)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """Output and logsumexp of query, key and value; None where the call has to go the whole
@@ -77,7 +77,8 @@ class KnownCalls:
         if _is_captured(tensors[0]):
             return False
         # Not again what cannot be known.
-        return self._ways[index] is not None or self._kinds[index] != _kind(tensors)
+        kind, reference = self._found[index]
+        return reference is not None or kind != _kind(tensors)
 
     def _prefixes(self, *tensors: Tensor) -> PushedPrefixes | None:
         """Where keys come, if kernels take the tensors as they are and peers write to rooms."""
@@ -89,22 +90,18 @@ class KnownCalls:
         return found if isinstance(found, PushedPrefixes) else None
 
     def _keep(self, index: int, tensors: Sequence[Tensor], way, box: Mailbox | None) -> None:
-        self._kinds[index], self._ways[index] = _kind(tensors), None
+        reference = None
         if way is not None:
             # In the room, so that nobody holds one that another took the place of.
             box.forget_many()
             box.views["known call", self, index] = way
-            self._ways[index] = weakref.ref(way)
+            reference = weakref.ref(way)
+        self._found[index] = _kind(tensors), reference
 
     def _way(self, index: int, tensors: Sequence[Tensor]):
-        reference = self._ways[index]
+        kind, reference = self._found[index]
         way = None if reference is None else reference()
-        if (
-            way is None
-            or not way.is_current
-            or self._kinds[index] != _kind(tensors)
-            or _is_captured(tensors[0])
-        ):
+        if way is None or not way.is_current or kind != _kind(tensors) or _is_captured(tensors[0]):
             return None
         return way
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import current_raw_stream, symmetric_memory
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.schedules.copy_ops import (
     CURRENT,
     join_streams,
@@ -54,9 +55,7 @@ class Mailbox:
         self.side = stream
         self.device = stream.device
         ranks = range(dist.get_world_size(group))
-        self._own = symmetric_memory.empty_strided_p2p(
-            (HEADER + size,), (1,), torch.uint8, stream.device
-        )
+        self._own = _memory(group, HEADER + size, stream.device)
         self._own[:HEADER].zero_()
         # CUDA loads a kernel at its first launch, and may wait for all streams: not while one of
         # them waits for a peer. So both kernels copy 16 bytes to where they are.
@@ -288,6 +287,32 @@ _FREE, _FULL = 0, 1
 #: What a call has done with a box, as boxes note down: told that others may write here, taken their
 #: word that they let this rank write, told that it has and taken theirs.
 OPENED, BEGUN, ENDED = range(3)
+
+
+def _memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
+    """So many bytes that peers can address; where a rank has not got them, all raise."""
+    found = error = None
+    missing = torch.zeros(1, dtype=torch.int64, device=device)
+    how = (size,), (1,), torch.uint8, device
+    try:
+        try:
+            found = symmetric_memory.empty_strided_p2p(*how)
+        except RuntimeError:  # torch holds on to what tensors gave back
+            torch.cuda.empty_cache()
+            found = symmetric_memory.empty_strided_p2p(*how)
+    except RuntimeError as e:
+        error = e
+        missing += 1
+    dist.all_reduce(missing, group=group)
+    if error is not None:
+        raise error
+    if int(missing):
+        raise ContextParallelError(
+            f"{int(missing)} of {dist.get_world_size(group)} ranks had no memory for a room of "
+            f"{size / 2**20:.0f} MiB, where copy engines put what other ranks send. Leave more "
+            "free; CP_DISPATCH_COPY_ENGINES=0 does without rooms"
+        )
+    return found
 
 
 def on_default_stream(device: torch.device) -> bool:

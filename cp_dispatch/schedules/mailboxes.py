@@ -80,10 +80,23 @@ def _meet(
     Not the whole GPU: a stage of a pipeline may have asked for gradients that another stage only
     sends when it has got what is to be computed here.
     """
-    for stream in (*streams, torch.cuda.current_stream(device)):
-        stream.synchronize()
+    _finish(device, streams)
     dist.barrier(group, device_ids=[device.index])
     torch.cuda.current_stream(device).synchronize()
+
+
+def _finish(device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
+    for stream in (*streams, torch.cuda.current_stream(device)):
+        stream.synchronize()
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True
 
 
 def held_bytes() -> int:
@@ -97,7 +110,10 @@ def free() -> None:
     rooms makes them anew."""
     for key, (group, box) in list(_boxes.items()):
         box.let_side_follow()
-        _meet(group, box.device, (box.side,))
+        if _exists(group):
+            _meet(group, box.device, (box.side,))
+        else:  # its last calls are over on all ranks once they are here
+            _finish(box.device, (box.side,))
         box.retire()
         if box.is_in_a_graph:
             _retired.append(box)

@@ -161,7 +161,7 @@ class _Pushed:
 
     def _wait(self) -> None:
         if self._there is not None:
-            torch.cuda.current_stream().wait_event(self._there)
+            self._ring.wait(self._there)
         self._box.let_go()
 
 

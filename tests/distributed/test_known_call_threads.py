@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.schedules.known_call import KnownCalls
 from tests.distributed.calls import only
 from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.rooms import Rooms
@@ -159,3 +161,20 @@ def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
 
     run(2, body)
     rooms.assert_all_is_quiet()
+
+
+def test_a_way_is_of_its_own_kind_while_another_thread_learns():
+    """Kind and way are looked up together: what is learned meanwhile is for the next call."""
+    calls, box = KnownCalls(None), mock.Mock(views={})
+    ways = [mock.MagicMock() for _ in range(2)]
+    kinds = [(torch.ones(1, 1, length, 1),) for length in (4, 8)]
+
+    def learn(index: int) -> bool:
+        calls._keep(0, kinds[index], ways[index], box)
+        return True
+
+    learn(0)
+    assert calls._way(0, kinds[0]) is ways[0] and calls._way(0, kinds[1]) is None
+    type(ways[0]).is_current = mock.PropertyMock(side_effect=lambda: learn(1))
+    assert calls._way(0, kinds[1]) is None
+    assert calls._way(0, kinds[1]) is ways[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.flex import group_ops, ops
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob
-from cp_dispatch.flex.to_the_end import pulls_after
+from cp_dispatch.flex.to_the_end import finish, pulls_after
 from cp_dispatch.groups import ring_group_name
 from tests.distributed.rooms import Rooms
 from tests.distributed.test_errors_threads import Memory
@@ -125,6 +126,15 @@ def test_memory_runs_out_anywhere(monkeypatch, failing, name, known, kind):
     run_threads(RANKS, body)
     assert all((failures[rank] > 0) == (rank in failing) for rank in range(RANKS)), failures
     assert {"flex keys", "flex gradients"} & rooms.used
+
+
+@pytest.mark.parametrize("pulls", [3, 4])
+def test_memory_that_copies_write_to_goes_when_they_are_done(pulls):
+    """After an error between a pull and what waits for it; else the flags' pull is waited for."""
+    box = mock.Mock(pulls=pulls)
+    finish(box, 3)
+    assert box.wait.called == (pulls == 4)
+    assert box.pull.call_args_list == ([] if pulls == 4 else [mock.call([], [], then_wait=True)])
 
 
 def test_order_of_pulls():

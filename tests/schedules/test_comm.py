@@ -19,7 +19,7 @@ def ring_on_cuda():
     ring.stream = mock.Mock()
     with (
         mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "current_stream", lambda: current),
+        mock.patch.object(torch.cuda, "current_stream", lambda device=None: current),
     ):
         yield ring, current
 
@@ -39,6 +39,23 @@ def test_moves_that_start_are_not_waited_for():
             pass
         current.wait_stream.assert_not_called()
         ring.stream.wait_event.assert_called_once()
+
+
+def test_streams_are_those_of_the_tensors_device():
+    """Where nobody called set_device another device is the current one, and waiting for its stream
+    waits for nothing that the move reads."""
+    streams = {None: mock.Mock(), (device := torch.device("cuda", 1)): mock.Mock()}
+    with (
+        ring_on_cuda() as (ring, _),
+        mock.patch.object(torch.cuda, "current_stream", lambda device=None: streams[device]),
+    ):
+        ring.stream.device = device
+        with pytest.raises(MemoryError), ring.after(ring.mark()):
+            ring.wait(ring.mark())
+            raise MemoryError
+    assert not streams[None].method_calls
+    names = [name for name, *_ in streams[device].method_calls]
+    assert names == ["record_event", "record_event", "wait_event", "wait_stream"]
 
 
 @pytest.mark.parametrize("config, device, own", [

@@ -3,6 +3,7 @@
 import contextlib
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -63,6 +64,35 @@ def test_a_room_for_nothing_is_a_room():
         with mock.patch.object(mailboxes, "_make", lambda *args: sizes.append(args[2])):
             made(0, log, Stream("current", log), Stream("side", log))
     assert sizes == [mailboxes._GRAIN]
+
+
+def test_rooms_of_a_group_that_is_gone_are_freed_without_it(monkeypatch):
+    """After destroy_process_group nobody would meet there."""
+    log: list[str] = []
+    gone, box = mock.Mock(group_name="cp"), mock.Mock(side=Stream("side", log), is_in_a_graph=False)
+    monkeypatch.setattr(mailboxes, "_boxes", {("cp", "keys"): (gone, box)})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current", log))
+    mailboxes.free()
+    assert log == ["side", "current"] and not mailboxes._boxes
+    box.retire.assert_called_once_with()
+
+
+@pytest.mark.parametrize("tries, others, error", [
+    (1, 0, None), (2, 0, None), (3, 0, "out of memory"), (1, 1, "1 of 4 ranks"),
+])  # fmt: skip
+def test_ranks_have_room_or_raise(monkeypatch, tries, others, error):
+    """A rank that has no memory, nor finds any among what torch keeps, leaves nobody waiting."""
+    emptied, agreed, room = mock.Mock(), mock.Mock(), object()
+    memory = mock.Mock()
+    memory.empty_strided_p2p.side_effect = [*[RuntimeError("out of memory")] * (tries - 1), room]
+    monkeypatch.setattr(mailbox, "symmetric_memory", memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: agreed(x.item()) and x.add_(others))
+    with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError, match=error):
+        assert mailbox._memory(mock.Mock(), 2**21, torch.device("cpu")) is room
+    agreed.assert_called_once_with(int(tries == 3))
+    assert emptied.called == (tries > 1)
 
 
 def without_peers(name: str, steps: list) -> mailbox.Mailbox:
