@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.by_need.ownership import rank_at
-from cp_dispatch.compile_cache import note_group
+from cp_dispatch.compile_cache import note_groups
 from cp_dispatch.graph_order import keep, stay_in_backward, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
@@ -53,11 +53,7 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
         warn_of_no_rows(call.tensors.values())
-        # What a trace's graph holds of this rank enters the keys of caches on disk.
-        for dim, placement in enumerate(call.query.placements):
-            if isinstance(placement, Shard):
-                note_group(ring_group_name(mesh, (dim,)), options)
-        note_group(group_name, options)
+        note_groups(call.query, group_name, options)
         for x in call.tensors.values():
             int(local_tensor(x).shape[0])  # a guard that holds; one on a DTensor's length may not
     return (
