@@ -18,7 +18,7 @@ from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.by_need.ownership import rank_at
 from cp_dispatch.compile_cache import note_groups
-from cp_dispatch.graph_order import keep, stay_in_backward, warn_of_no_rows
+from cp_dispatch.graph_order import keep_in_graph, stay_in_backward, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
@@ -98,7 +98,7 @@ def _forward(cls, func, types, args=(), kwargs=None):
         local_tensor(query), _placed(key, wanted), _placed(value, wanted),
         *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
-    keep(output, (query, key))
+    keep_in_graph(output, (query, key))
     return _wrap(output, query, query.shape), _wrap(logsumexp, query, _of_rows(query), True)
 
 
@@ -114,7 +114,7 @@ def _backward(cls, func, types, args=(), kwargs=None):
         *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
     stay_in_backward(BACKWARD)
-    keep(grads[0], (query, key), backward=True)
+    keep_in_graph(grads[0], (query, key), backward=True)
     shapes = [x.shape if options[-1] else (0, *x.shape[1:]) for x in (key, value)]
     return tuple(
         _wrap(grad, query, shape) for grad, shape in zip(grads, (query.shape, *shapes), strict=True)
