@@ -16,6 +16,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import disable_current_modes, dynamo_traces, resolve_group
 from cp_dispatch.choose import sdp_flags
@@ -24,6 +25,7 @@ from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
 from cp_dispatch.graph_ops import SCHEMA as KEEP
 from cp_dispatch.graph_order import keep_order
+from cp_dispatch.groups import ring_group_name
 from cp_dispatch.ops import BACKWARD_SCHEMA, FORWARD_SCHEMA
 from cp_dispatch.planner import constants_here
 from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
@@ -55,6 +57,15 @@ def tag(state: object | None, calls: str = "") -> None:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def note_groups(query: DTensor, group_name: str, state: object) -> None:
+    """:func:`note_group` of a call whose graph holds where this rank is, in the ring's group and in
+    those of all mesh dims that shard ``query``."""
+    for dim, placement in enumerate(query.placements):
+        if isinstance(placement, Shard):
+            note_group(ring_group_name(query.device_mesh, (dim,)), state)
+    note_group(group_name, state)
 
 
 def note_group(group_name: str, state: object) -> None:

@@ -26,6 +26,12 @@ from cp_dispatch.refusal import (
 from cp_dispatch.sharding import sequence_kinds, target_placements
 from cp_dispatch.why_not import reasons_against
 
+logger = logging.getLogger(__name__)
+
+_plans: dict[tuple, Plan] = {}
+_told: dict[Plan, None] = {}  # in the log
+_MAX_PLANS = 1024  # of each: a plan holds its layout, which may be another one at every step
+
 
 def make_plan(options: Options | None, call: Call) -> Plan:
     """Decide about a call that involves a DTensor."""
@@ -42,14 +48,14 @@ def make_plan(options: Options | None, call: Call) -> Plan:
 
 
 def _tell(plan: Plan, call: Call) -> None:
-    """Log a plan the first time that it is made: never once per call.
+    """Log a plan when it is new, not at every call.
 
     One with symbolic lengths says no numbers, and asking for them would guard the trace.
     """
     if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
         return
     if logger.isEnabledFor(logging.INFO) and plan not in _told:
-        _told.add(plan)
+        keep(_told, plan, None, _MAX_PLANS)
         logger.info("%s", dataclasses.replace(plan, call=call.describe()))
 
 
@@ -57,13 +63,6 @@ def in_words(plan: Plan, call: Call) -> Plan:
     """The plan with what only people read."""
     against = reasons_against(_local_call(call), plan.backend) if plan.shards else {}
     return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
-
-
-logger = logging.getLogger(__name__)
-
-_told: set[Plan] = set()
-_plans: dict[tuple, Plan] = {}
-_MAX_PLANS = 1024
 
 
 def _cache_key(options: Options | None, call: Call) -> tuple | None:

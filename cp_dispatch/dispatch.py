@@ -18,7 +18,7 @@ from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
 from cp_dispatch.compile_cache import note_group
 from cp_dispatch.decide import make_plan
-from cp_dispatch.graph_order import keep, warn_of_no_rows
+from cp_dispatch.graph_order import keep_in_graph, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.normalize import four_dims, like_query
@@ -114,7 +114,7 @@ def run_op(
     )  # fmt: skip
     output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
     if group_name:
-        keep(output, (query, call.key))
+        keep_in_graph(output, (query, call.key))
     if slot is not None:
         fast_path.learn(slot, plan, query, call.key, call.value, arguments, output, logsumexp)
     return output if output.dtype is query.dtype else output.to(query.dtype)

@@ -54,7 +54,7 @@ def keep_order() -> None:
     save_in_partitioners(communicates)
 
 
-def keep(result: Tensor, rows: Iterable[Tensor], backward: bool = False) -> None:
+def keep_in_graph(result: Tensor, rows: Iterable[Tensor], backward: bool = False) -> None:
     """In a trace on a rank where some of ``rows`` (its queries, its keys) are none, hold on to the
     op that made ``result``, in the forward or in the backward."""
     if is_tracing() and any(0 in _local(x).shape for x in rows):

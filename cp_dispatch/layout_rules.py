@@ -25,6 +25,46 @@ def mask_order(call: Call) -> str:
     return ",".join(name for dim, name in names.items() if Shard(dim) in mask.placements)
 
 
+#: What else may be meant by a call that does not fit a layout.
+IF_NATURAL = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
+
+
+def named(layout: Balancer) -> str:
+    """A layout in words, for messages."""
+    return f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
+
+
+def ranks_refusals(layout: Balancer, ring_shape: tuple[int, ...]) -> list[str]:
+    """A layout for another number of ranks."""
+    ranks = math.prod(ring_shape)
+    if ranks == layout.world_size:
+        return []
+    words = f"{ranks} ranks share the sequence, the layout is {named(layout)}; make one for {ranks}"
+    return [words]
+
+
+def shares_refusals(layout: Balancer, ring_shape: tuple[int, ...]) -> list[str]:
+    """A layout whose shards are not as long as DTensor's over mesh dims of these sizes."""
+    spans = chunk_spans(layout.seq_len, ring_shape)
+    lengths = tuple(sum(span.length for span in own) for own in spans)
+    if lengths == layout.shard_lengths:
+        return []
+    return [
+        f"sharding over mesh dims of sizes {list(ring_shape)} gives the ranks {lengths} positions, "
+        f"the layout {layout.shard_lengths}; use a length that they divide"
+    ]
+
+
+def length_refusals(layout: Balancer, lengths: dict[str, int]) -> list[str]:
+    """Sharded sequences, by name, of another length than the layout's."""
+    return [
+        f"{name} of length {length} is sharded, the layout is {named(layout)}; {IF_NATURAL} (or "
+        "was the DTensor made of uneven shards without its global shape and stride?)"
+        for name, length in lengths.items()
+        if length != layout.seq_len
+    ]
+
+
 def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tuple) -> list[str]:
     """Every reason why a call with 4-D arguments does not fit the layout.
 
@@ -37,23 +77,23 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
         "query": schedule in ("ring", "replicated_keys"),
         "key and value": schedule in ("ring", "replicated_queries"),
     }
-    named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
-    for_others = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
     reasons = []
     if any(sharded.values()):
-        reasons += _ring_refusals(layout, call, ring_shape, named)
-    if sharded["key and value"]:
-        reasons += _pair_refusals(call, named)
-    for name, length in lengths.items():
-        if sharded[name] and length != layout.seq_len:
+        reasons += ranks_refusals(layout, ring_shape) or shares_refusals(layout, ring_shape)
+        if layout.rows > 1 and call.query.shape[0] != layout.rows:
             reasons.append(
-                f"{name} of length {length} is sharded, the layout is {named}; {for_others} (or "
-                "was the DTensor made of uneven shards without its global shape and stride?)"
+                f"the batch has {call.query.shape[0]} rows, the layout has a row of its own for "
+                f"each of {layout.rows}"
             )
-        if not sharded[name] and length == layout.seq_len and _order_matters(call, name):
+    if sharded["key and value"]:
+        reasons += _pair_refusals(call, layout)
+    for name, length in lengths.items():
+        if sharded[name]:
+            reasons += length_refusals(layout, {name: length})
+        elif length == layout.seq_len and _order_matters(call, name):
             reasons.append(
                 f"{name} of length {length} is whole on every rank, so there is no telling whether "
-                f"it lies in the layout, {named}; shard it, or {for_others}"
+                f"it lies in the layout, {named(layout)}; shard it, or {IF_NATURAL}"
             )
     order = mask_order(call)
     for word, name in (("rows", "query"), ("keys", "key and value")):
@@ -69,7 +109,7 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
     return reasons
 
 
-def _pair_refusals(call: Call, named: str) -> list[str]:
+def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
     """What is not sharded would be cut in true order beside shards in the layout's."""
     sequence = Shard(2)
     tensors = {"query": call.query, "key": call.key, "value": call.value}
@@ -87,33 +127,10 @@ def _pair_refusals(call: Call, named: str) -> list[str]:
     if not whole or (len(whole) == 2 and not order_matters):
         return []
     return [
-        f"{name} is placed {placements} beside shards that lie in the layout, {named}; shard it "
-        "along the sequence like them, in the layout's order"
+        f"{name} is placed {placements} beside shards that lie in the layout, {named(layout)}; "
+        "shard it along the sequence like them, in the layout's order"
         for name, placements in whole.items()
     ]
-
-
-def _ring_refusals(layout, call, ring_shape, named) -> list[str]:
-    reasons = []
-    ranks = math.prod(ring_shape)
-    if ranks != layout.world_size:
-        reasons.append(
-            f"{ranks} ranks share the sequence, the layout is {named}; make one for {ranks}"
-        )
-    else:
-        spans = chunk_spans(layout.seq_len, ring_shape)
-        lengths = tuple(sum(span.length for span in own) for own in spans)
-        if lengths != layout.shard_lengths:
-            reasons.append(
-                f"sharding over mesh dims of sizes {list(ring_shape)} gives the ranks {lengths} "
-                f"positions, the layout {layout.shard_lengths}; use a length that they divide"
-            )
-    if layout.rows > 1 and call.query.shape[0] != layout.rows:
-        reasons.append(
-            f"the batch has {call.query.shape[0]} rows, the layout has a row of its own for each "
-            f"of {layout.rows}"
-        )
-    return reasons
 
 
 def _order_matters(call: Call, name: str) -> bool:

@@ -35,7 +35,7 @@ from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_of
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
-from cp_dispatch.plain_context import PlainContext, refuse, words
+from cp_dispatch.plain_context import PlainContext, refuse, whole_of, words
 from cp_dispatch.plan import Plan
 from cp_dispatch.reentrant import attended
 
@@ -252,13 +252,8 @@ def spread_call(mesh, call: Call, lengths, sharded_dim: int | None) -> Call:
 
 
 def _spread(mesh, shard: torch.Tensor, dim: int, length: int) -> DTensor:
-    """The DTensor of which ``shard`` is a part."""
-    shape = torch.Size((*shard.shape[:dim], length, *shard.shape[dim + 1 :]))
-    whole = DTensor.from_local(
-        shard.detach(), mesh, [Shard(dim)], run_check=False,
-        shape=shape, stride=torch.empty(shape, device="meta").stride(),
-    )  # fmt: skip
-    return whole.requires_grad_(shard.requires_grad)
+    """A leaf that stands for the DTensor of which ``shard`` is a part."""
+    return whole_of(mesh, shard.detach(), dim, length).requires_grad_(shard.requires_grad)
 
 
 @functools.lru_cache(maxsize=1024)

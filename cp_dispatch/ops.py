@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompiled
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.graph_order import keep, stay_in_backward
+from cp_dispatch.graph_order import keep_in_graph, stay_in_backward
 from cp_dispatch.kernels import job_of, no_mask_grad, placeholder, run_backward, run_forward
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.gradients import mask_gradient
@@ -155,7 +155,7 @@ def _autograd(name: str):
                     grad_output, *saved, *ctx.options, needs[1] or needs[2], needs[3]
                 )
             stay_in_backward(backward_op(name))
-            keep(grads[0], saved[:2], backward=True)
+            keep_in_graph(grads[0], saved[:2], backward=True)
             grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
             if needs[3]:
                 grads[3] = _placed_like(grads[3], saved[5])

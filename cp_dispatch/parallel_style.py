@@ -28,7 +28,7 @@ from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain import current_schedule
-from cp_dispatch.plain_context import PlainContext, check_balancer, check_order
+from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, whole_of
 from cp_dispatch.style_mark import mark
 from cp_dispatch.toggle import current_options, enabled, plain_context, plain_shards
 from cp_dispatch.traced_style import map_tensors, traced_forward
@@ -260,20 +260,15 @@ class ContextParallel(ParallelStyle):
         """An output as the DTensor of which it is this rank's part."""
         if not self._has_sequence(x):
             return x
-        shape = list(x.shape)
         own = chunk(Span(0, length), mesh.size())[mesh.get_local_rank()].length
-        if shape[self.seq_dim] != own:
+        if x.shape[self.seq_dim] != own:
             raise ContextParallelError(
                 f"ContextParallel(seq_dim={self.seq_dim}) makes DTensors of outputs again where "
-                f"inputs are, but one of shape {shape} does not have this rank's {own} of {length} "
-                f"positions along dim {self.seq_dim}; give the module plain shards, or apply the "
-                "style to a smaller one, whose outputs lie like its inputs"
+                f"inputs are, but one of shape {list(x.shape)} does not have this rank's {own} of "
+                f"{length} positions along dim {self.seq_dim}; give the module plain shards, or "
+                "apply the style to a smaller one, whose outputs lie like its inputs"
             )
-        shape[self.seq_dim] = length
-        return DTensor.from_local(
-            x, mesh, [Shard(self.seq_dim % x.ndim)], run_check=False,
-            shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride(),
-        )  # fmt: skip
+        return whole_of(mesh, x, self.seq_dim % x.ndim, length)
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:

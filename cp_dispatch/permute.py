@@ -5,6 +5,9 @@ row for each; -1 stands for a row of zeros, which is how uneven shards are padde
 raise; on CUDA that means waiting for the device, so an index that was made and checked on the host
 (a balancer's) goes with ``checked=True``. A bad value that comes through all the same raises in
 the CPU kernel, and counts as -1 in the CUDA kernel: neither reads or writes out of bounds.
+
+Balancers permute; packing is for programs that send rows themselves, for schedules write theirs as
+:mod:`cp_dispatch.schedules.wire` lays them out.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
@@ -66,6 +68,15 @@ def check_balancer(balancer) -> None:
             "balancer must be 'auto', 'head-tail', None for natural order, or a balancer such as "
             f"cp_dispatch.HeadTail(seq_len, world_size), got {balancer!r}"
         )
+
+
+def whole_of(mesh: DeviceMesh, shard: torch.Tensor, dim: int, length: int) -> DTensor:
+    """The DTensor, of ``length`` along ``dim``, of which ``shard`` is this rank's part."""
+    shape = torch.Size((*shard.shape[:dim], length, *shard.shape[dim + 1 :]))
+    return DTensor.from_local(
+        shard, mesh, [Shard(dim)], run_check=False,
+        shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
 
 
 def rows_of_ranks(context: PlainContext, local: int, name: str, assumed: list[str]) -> list[int]:

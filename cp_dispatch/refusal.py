@@ -64,11 +64,7 @@ def ring_refusals(call: Call) -> list[str]:
             f"{ {label(call.query, dim): kind for dim, kind in kinds.items()} }; place key and "
             "value like the query"
         )
-    if kinds and not ascends(call.query.device_mesh, tuple(kinds)):
-        reasons.append(
-            f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
-            "mesh with ascending ranks"
-        )
+    reasons += order_refusals(call.query.device_mesh, tuple(kinds))
     return [*reasons, *_placement_refusals(call)]
 
 
@@ -198,14 +194,28 @@ def _placement_refusals(call: Call) -> list[str]:
     ranks = math.prod(
         size for size, p in zip(mesh.shape, query.placements, strict=True) if p == Shard(1)
     )
-    for name in ("query", "key") if grouped else ():
-        heads = getattr(call, name).shape[1]
-        if heads % ranks:
-            reasons.append(
-                f"{name}'s {heads} heads do not divide over the {ranks} ranks that share heads, "
-                "which grouped heads need; use fewer ranks for heads"
-            )
-    return reasons
+    return reasons + (grouped_heads_refusals(call, ranks) if grouped else [])
+
+
+def grouped_heads_refusals(call, ranks: int) -> list[str]:
+    """Heads of a query that has more of them than its key, among ``ranks`` ranks; ``call`` is one
+    of any kind of attention."""
+    return [
+        f"{name}'s {x.shape[1]} heads do not divide over the {ranks} ranks that share heads, "
+        "which grouped heads need; use fewer ranks for heads"
+        for name, x in (("query", call.query), ("key", call.key))
+        if x.shape[1] % ranks
+    ]
+
+
+def order_refusals(mesh, dims: tuple[int, ...]) -> list[str]:
+    """A ring over these mesh dims whose order would not be that of the shards."""
+    if not dims or ascends(mesh, dims):
+        return []
+    return [
+        f"the ranks that share the sequence do not ascend in {mesh}; use a mesh with ascending "
+        "ranks"
+    ]
 
 
 def label(tensor: DTensor, dim: int) -> str:

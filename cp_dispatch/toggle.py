@@ -46,16 +46,19 @@ def enable(schedule: str = "auto", layout=None) -> None:
     of that block.
 
     Args:
-        schedule: of ``F.scaled_dot_product_attention``; the others have fewer to choose from, see
-            ``docs/``. ``"ring"``: keys travel; causal work in natural order is balanced by
-            exchanging half-shards with the mirror rank where that pays (``"natural_ring"``: never,
-            ``"mirrored_ring"``: always, where the lengths allow it). ``"gather"``: all keys on
-            every rank, where their shards are alike, else a ring. ``"one_call"``: the same for one
-            kernel call on each rank, for short shards; else a ring. ``"ulysses"``: heads by
-            all-to-all, with at least as many query heads as ranks and no mask that differs by row,
-            else a ring. ``"hybrid"``: heads among the ranks of the last mesh dim that shares the
-            sequence, or of a part of the only one (``"hybrid:4"``: of 4 consecutive ranks), and a
-            ring across. ``"auto"``: what the plan finds faster. :func:`cp_dispatch.explain` tells.
+        schedule: of ``F.scaled_dot_product_attention``; ``flex_attention`` and ``varlen_attn`` have
+            fewer to choose from, see ``docs/`` in the package.
+
+            - ``"auto"``: the fastest by prediction or by rules; :func:`cp_dispatch.explain` tells.
+            - ``"ring"``: keys travel. Causal work in natural order is balanced by exchanging
+              half-shards with the mirror rank where that pays (``"natural_ring"``: never,
+              ``"mirrored_ring"``: always, where the lengths allow it).
+            - ``"gather"``: all keys on every rank, where their shards are alike, else a ring.
+            - ``"one_call"``: the same for one kernel call on each rank, for short shards.
+            - ``"ulysses"``: heads by all-to-all, with at least as many query heads as ranks and no
+              mask that differs by row, else a ring.
+            - ``"hybrid"``: heads among the ranks of the last mesh dim that shares the sequence, or
+              of a part of the only one (``"hybrid:4"``: of 4 consecutive ranks), and a ring across.
         layout: None, sequences are in natural order; or a balancer, in whose order every sharded
             sequence lies (see :func:`cp_dispatch.shard`). Causal masks, ``attn_mask`` and dropout
             then go by true positions.

@@ -42,6 +42,14 @@ def test_each_plan_is_told_once(mesh, caplog):
     assert "handled by cp_dispatch" in text and "(1, 2, 14, 4)" in text and "causal=True" in text
 
 
+def test_plans_that_were_told_are_forgotten(mesh, caplog, monkeypatch):
+    monkeypatch.setattr(decide, "_MAX_PLANS", 2)
+    with caplog.at_level(logging.INFO, "cp_dispatch.decide"), enabled():
+        for length in (3, 4, 5, 5):
+            attend(mesh, length)
+    assert len(caplog.records) == 3 and len(decide._told) == 2
+
+
 def test_symbolic_lengths_do_not_hinder_a_trace(mesh, caplog):
     with caplog.at_level(logging.INFO, "cp_dispatch.decide"), enabled():
         for length in (16, 18):

@@ -22,6 +22,11 @@ make_venv() {
         say "environment: reusing $VENV"
         return
     fi
+    # What follows clears it.
+    if [[ -e $VENV && ! -e $VENV/pyvenv.cfg && -n $(ls -A "$VENV") ]]; then
+        echo "VENV=$VENV is there and is no virtual environment; name another directory" >&2
+        exit 1
+    fi
     say "environment: creating $VENV with $("$BASE_PYTHON" --version)"
     local lent
     lent="$("$BASE_PYTHON" - 2>/dev/null <<'PY'

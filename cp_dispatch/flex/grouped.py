@@ -15,7 +15,7 @@ from cp_dispatch.flex.local import LocalFlex, apart
 from cp_dispatch.flex.results import no_gradients, not_before, outlines, placed_strides
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import split_rows
-from cp_dispatch.graph_order import keep, stay_in_backward
+from cp_dispatch.graph_order import keep_in_graph, stay_in_backward
 from cp_dispatch.layouts import Span
 
 _OPS = torch.ops.cp_dispatch
@@ -33,7 +33,7 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
         (part,) = apart([query.narrow(1, *heads)])
         if local.is_empty:
             results = not_before(outlines(part, value.shape[3]), key, *buffers[0], *buffers[1])
-            keep(results[0], (part,))
+            keep_in_graph(results[0], (part,))
         else:
             place = local.place_of(heads)
             mask = local.mask(place.mask_mod(mask_mod), heads=heads)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
 
 from cp_dispatch._compat import compiles_for_inductor, local_tensor
 from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership, rank_at
 from cp_dispatch.call import sharded_dims
-from cp_dispatch.compile_cache import note_group
+from cp_dispatch.compile_cache import note_groups
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall
@@ -103,11 +102,7 @@ class LocalFlex:
 
     def note_trace(self, state) -> None:
         """What a trace's graph holds of this rank enters the keys of caches on disk."""
-        mesh = self.call.query.device_mesh
-        for dim, placement in enumerate(self.call.query.placements):
-            if isinstance(placement, Shard):
-                note_group(ring_group_name(mesh, (dim,)), state)
-        note_group(self.group_name, state)
+        note_groups(self.call.query, self.group_name, state)
 
     # -- The mask ---------------------------------------------------------------------------
 

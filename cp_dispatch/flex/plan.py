@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.by_need.plan import PlanByNeed
 from cp_dispatch.call import sharded_dims
-from cp_dispatch.flex.call import FlexCall, global_shape
+from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.groups import count_groups, keys_travel
 from cp_dispatch.flex.hops import MAX_RUNS, fits
 from cp_dispatch.flex.refusal import refusals
@@ -126,15 +126,15 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
     count, *why_groups = _groups(options, call, schedule, ring)
     return FlexPlan(
         "cp_dispatch",
-        schedule,
-        options.order if ring else None,
-        ring,
-        tuple(map(mesh.size, ring)),
-        query.shape[2],
-        key.shape[2],
-        _key_row_bytes(call),
-        count,
-        (why, *why_groups),
+        schedule=schedule,
+        layout=options.order if ring else None,
+        mesh_dims=ring,
+        ring_shape=tuple(map(mesh.size, ring)),
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        key_row_bytes=_key_row_bytes(call),
+        groups=count,
+        reasons=(why, *why_groups),
         lanes=_lanes(query, options.layout),
     )
 
@@ -158,7 +158,7 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
     count, key_length = 1, int(call.key.shape[2])
     if heads % sharers == key_heads % sharers == 0:
         count = count_groups(
-            _local_batch(call.query) * (int(call.query.shape[2]) // ranks), heads // sharers,
+            _largest_share(call.query, 0) * (int(call.query.shape[2]) // ranks), heads // sharers,
             key_heads // sharers, (key_length - key_length // ranks) * _key_row_bytes(call),
         )  # fmt: skip
     if count == 1:
@@ -169,15 +169,15 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
     )
 
 
-def _local_batch(tensor) -> int:
-    """The most batch rows that a rank has."""
-    ranks = math.prod(tensor.device_mesh.size(dim) for dim in sharded_dims(tensor, 0))
-    return -(-int(tensor.shape[0]) // ranks)
+def _largest_share(tensor, tensor_dim: int) -> int:
+    """The most batch rows or heads that a rank has."""
+    ranks = math.prod(tensor.device_mesh.size(dim) for dim in sharded_dims(tensor, tensor_dim))
+    return -(-int(tensor.shape[tensor_dim]) // ranks)
 
 
 def _lanes(query, layout: Balancer | None) -> int:
     """The most batch rows of a rank that lie each in an order of its own."""
-    return max(1, _local_batch(query)) if layout is not None and layout.rows > 1 else 1
+    return max(1, _largest_share(query, 0)) if layout is not None and layout.rows > 1 else 1
 
 
 def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[str, str]:
@@ -210,15 +210,8 @@ def _everyone_has_some(query, tensor_dim: int) -> bool:
 
 
 def _key_row_bytes(call: FlexCall) -> int:
-    batch, heads, _, dim = global_shape(call.key)
-    value_dim = int(call.value.shape[3])
-    for tensor_dim, size in ((0, batch), (1, heads)):
-        ranks = math.prod(call.key.device_mesh.size(i) for i in sharded_dims(call.key, tensor_dim))
-        if tensor_dim == 0:
-            batch = -(-size // ranks)
-        else:
-            heads = -(-size // ranks)
-    return batch * heads * (dim + value_dim) * call.key.dtype.itemsize
+    key, dims = call.key, int(call.key.shape[3]) + int(call.value.shape[3])
+    return _largest_share(key, 0) * _largest_share(key, 1) * dims * key.dtype.itemsize
 
 
 def in_words(plan: FlexPlan, call: FlexCall) -> FlexPlan:

@@ -10,11 +10,11 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.flex.call import FlexCall, global_shape
+from cp_dispatch.layout_rules import length_refusals, named, ranks_refusals, shares_refusals
 from cp_dispatch.layouts import Balancer, chunk_spans
-from cp_dispatch.refusal import ascends, form_refusals, label
+from cp_dispatch.refusal import form_refusals, grouped_heads_refusals, label, order_refusals
 
 SEQUENCE = Shard(2)
 
@@ -27,11 +27,7 @@ def refusals(call: FlexCall, layout: Balancer | None) -> list[str]:
     reasons = [*_placement_refusals(call), *_shape_refusals(call), *_mask_refusals(call)]
     reasons += [r for name, x in call.captured.items() for r in _captured_refusals(call, name, x)]
     ring = sharded_dims(call.query, 2)
-    if ring and not ascends(call.query.device_mesh, ring):
-        reasons.append(
-            f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
-            "mesh with ascending ranks"
-        )
+    reasons += order_refusals(call.query.device_mesh, ring)
     if layout is not None and not reasons:
         reasons = _layout_refusals(call, layout, ring)
     return reasons
@@ -70,13 +66,7 @@ def _placement_refusals(call: FlexCall) -> list[str]:
         )
     if call.query.shape[1] != call.key.shape[1]:
         ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
-        for name in ("query", "key"):
-            heads = getattr(call, name).shape[1]
-            if heads % ranks:
-                reasons.append(
-                    f"{name}'s {heads} heads do not divide over the {ranks} ranks that share "
-                    "heads, which grouped heads need; use fewer ranks for heads"
-                )
+        reasons += grouped_heads_refusals(call, ranks)
     return reasons
 
 
@@ -128,40 +118,24 @@ def _layout_refusals(call: FlexCall, layout: Balancer, ring: tuple[int, ...]) ->
     shape = tuple(map(call.query.device_mesh.size, ring))
     if not ring or layout.world_size == 1 == math.prod(shape):
         return []
-    named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
-    other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
-    if math.prod(shape) != layout.world_size:
-        ranks = math.prod(shape)
-        return [f"{ranks} ranks share the sequence, the layout is {named}; make one for {ranks}"]
-    reasons = []
+    reasons = ranks_refusals(layout, shape)
+    if reasons:
+        return reasons
     lengths = {"query": call.query.shape[2]}
     if SEQUENCE in call.key.placements:
         lengths["key and value"] = call.key.shape[2]
-    for name, length in lengths.items():
-        if length != layout.seq_len:
-            reasons.append(
-                f"{name} of length {length} is sharded, the layout is {named}; {other} (or was the "
-                "DTensor made of uneven shards without its global shape and stride?)"
-            )
-    if not reasons:
-        natural = ownership(layout.seq_len, shape)
-        rows = tuple(map(natural.rows, range(natural.world_size)))
-        if rows != layout.shard_lengths:
-            reasons.append(
-                f"sharding over mesh dims of sizes {list(shape)} gives the ranks {rows} positions, "
-                f"the layout {layout.shard_lengths}; use a length that they divide"
-            )
+    reasons = length_refusals(layout, lengths) or shares_refusals(layout, shape)
     if layout.rows > 1 and not call.query.shape[0] == call.key.shape[0] == layout.rows:
         reasons.append(
             f"query and key have {call.query.shape[0]} and {call.key.shape[0]} batch rows, the "
             f"layout has a row of its own for each of {layout.rows}"
         )
     for name, x in call.captured.items():
-        reasons += _order_refusals(name, x, layout, ring, named)
+        reasons += _order_refusals(name, x, layout, ring)
     return reasons
 
 
-def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...], named: str) -> list[str]:
+def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...]) -> list[str]:
     """A captured tensor that is sharded like the sequence lies in the layout."""
     if not isinstance(x, DTensor):
         return []
@@ -174,8 +148,8 @@ def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...], named: str
         return []
     return [
         f"{name}, {list(x.shape)} placed {x.placements}, is sharded over the ranks that share the "
-        f"sequence, so it should lie in the layout, {named}, and it cannot; replicate it, in true "
-        "order"
+        f"sequence, so it should lie in the layout, {named(layout)}, and it cannot; replicate it, "
+        "in true order"
     ]
 
 

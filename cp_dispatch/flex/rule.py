@@ -35,7 +35,7 @@ from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
 from cp_dispatch.graph_guards import note_trace
-from cp_dispatch.graph_order import keep, warn_of_no_rows
+from cp_dispatch.graph_order import keep_in_graph, warn_of_no_rows
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
@@ -115,7 +115,7 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     query, buffers = local_tensor(call.query), local.buffers()
     if local.is_empty:
         results = not_before(_outlines(call), key, *buffers[0], *buffers[1])
-        keep(results[0], (query,))
+        keep_in_graph(results[0], (query,))
         return tuple(wrap(x, call.query) for x in results)
     place = local.place
     mask = local.mask(place.mask_mod(call.mask.mask_mod))
@@ -151,7 +151,7 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
             local, results, score_mod, joint_graph, scale, kernel_options
         )
         grad_key, grad_value = local.key_gradients(*grads)
-    keep(grad_key, (call.query, call.key), backward=True)
+    keep_in_graph(grad_key, (call.query, call.key), backward=True)
     have = captured.have_gradients(joint_graph, len(call.score_buffers))
     return (
         wrap(grad_query, call.query),

@@ -106,10 +106,10 @@ def make_plan(options: Options, call: VarlenCall) -> VarlenPlan:
     heads, dim = int(call.key.shape[1]), int(call.key.shape[2])
     return VarlenPlan(
         "cp_dispatch",
-        schedule,
-        options.order if ring else None,
-        ring,
-        tuple(map(mesh.size, ring)),
-        -(-heads // sharers) * 2 * dim * call.key.dtype.itemsize,
-        tuple(why),
+        schedule=schedule,
+        layout=options.order if ring else None,
+        mesh_dims=ring,
+        ring_shape=tuple(map(mesh.size, ring)),
+        key_row_bytes=-(-heads // sharers) * 2 * dim * call.key.dtype.itemsize,
+        reasons=tuple(why),
     )

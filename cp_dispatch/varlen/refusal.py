@@ -12,10 +12,16 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.call import sharded_dims
+from cp_dispatch.layout_rules import (
+    IF_NATURAL,
+    length_refusals,
+    named,
+    ranks_refusals,
+    shares_refusals,
+)
 from cp_dispatch.layouts import Balancer
-from cp_dispatch.refusal import ascends, form_refusals, label
+from cp_dispatch.refusal import form_refusals, grouped_heads_refusals, label, order_refusals
 from cp_dispatch.varlen.call import VarlenCall
 
 _INFERENCE_ONLY = {
@@ -52,11 +58,7 @@ def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
     if all(x.ndim == 3 for x in call.tensors.values()):
         reasons += _placement_refusals(call)
     ring = sharded_dims(call.query, 0)
-    if ring and not ascends(call.query.device_mesh, ring):
-        reasons.append(
-            f"the ranks that share the sequence do not ascend in {call.query.device_mesh}; use a "
-            "mesh with ascending ranks"
-        )
+    reasons += order_refusals(call.query.device_mesh, ring)
     if layout is not None and ring and not reasons:
         reasons = _layout_refusals(call, layout, ring)
     return reasons
@@ -135,13 +137,7 @@ def _placement_refusals(call: VarlenCall) -> list[str]:
                 )
     if call.query.shape[1] != call.key.shape[1]:
         ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
-        for name in ("query", "key"):
-            heads = getattr(call, name).shape[1]
-            if heads % ranks:
-                reasons.append(
-                    f"{name}'s {heads} heads do not divide over the {ranks} ranks that share "
-                    "heads, which grouped heads need; use fewer ranks for heads"
-                )
+        reasons += grouped_heads_refusals(call, ranks)
     return reasons
 
 
@@ -149,34 +145,20 @@ def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) 
     shape = tuple(map(call.query.device_mesh.size, ring))
     if layout.world_size == 1 == math.prod(shape):
         return []
-    named = f"{type(layout).__name__} of {layout.seq_len} positions on {layout.world_size} ranks"
-    other = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
-    if math.prod(shape) != layout.world_size:
-        ranks = math.prod(shape)
-        return [f"{ranks} ranks share the sequence, the layout is {named}; make one for {ranks}"]
+    reasons = ranks_refusals(layout, shape)
+    if reasons:
+        return reasons
     if layout.rows > 1:
         return [
             f"the layout has {layout.rows} batch rows of their own, a packed sequence is one; make "
             "the layout of the packed sequence"
         ]
-    reasons = [
-        f"{name} of length {x.shape[0]} is sharded, the layout is {named}; {other} (or was the "
-        "DTensor made of uneven shards without its global shape and stride?)"
-        for name, x in call.tensors.items()
-        if x.shape[0] != layout.seq_len
-    ]
+    reasons = length_refusals(layout, {name: x.shape[0] for name, x in call.tensors.items()})
     # They would be cut in true order beside shards in the layout's.
     reasons += [
-        f"{name} is placed {x.placements} beside shards that lie in the layout, {named}; shard it "
-        f"like the query, in the layout's order, or {other}"
+        f"{name} is placed {x.placements} beside shards that lie in the layout, {named(layout)}; "
+        f"shard it like the query, in the layout's order, or {IF_NATURAL}"
         for name, x in call.tensors.items()
         if any(x.placements[dim] != call.query.placements[dim] for dim in ring)
     ]
-    natural = ownership(layout.seq_len, shape)
-    rows = tuple(map(natural.rows, range(natural.world_size)))
-    if not reasons and rows != layout.shard_lengths:
-        reasons.append(
-            f"sharding over mesh dims of sizes {list(shape)} gives the ranks {rows} positions, "
-            f"the layout {layout.shard_lengths}; use a length that they divide"
-        )
-    return reasons
+    return reasons or shares_refusals(layout, shape)

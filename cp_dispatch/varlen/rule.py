@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.by_need.ownership import rank_at
-from cp_dispatch.compile_cache import note_group
-from cp_dispatch.graph_order import keep, stay_in_backward, warn_of_no_rows
+from cp_dispatch.compile_cache import note_groups
+from cp_dispatch.graph_order import keep_in_graph, stay_in_backward, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
@@ -53,11 +53,7 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
     group_name = ring_group_name(mesh, plan.mesh_dims)
     if is_tracing():
         warn_of_no_rows(call.tensors.values())
-        # What a trace's graph holds of this rank enters the keys of caches on disk.
-        for dim, placement in enumerate(call.query.placements):
-            if isinstance(placement, Shard):
-                note_group(ring_group_name(mesh, (dim,)), options)
-        note_group(group_name, options)
+        note_groups(call.query, group_name, options)
         for x in call.tensors.values():
             int(local_tensor(x).shape[0])  # a guard that holds; one on a DTensor's length may not
     return (
@@ -102,7 +98,7 @@ def _forward(cls, func, types, args=(), kwargs=None):
         local_tensor(query), _placed(key, wanted), _placed(value, wanted),
         *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
-    keep(output, (query, key))
+    keep_in_graph(output, (query, key))
     return _wrap(output, query, query.shape), _wrap(logsumexp, query, _of_rows(query), True)
 
 
@@ -118,7 +114,7 @@ def _backward(cls, func, types, args=(), kwargs=None):
         *local_starts(cu_seq_q, cu_seq_k), *options,
     )  # fmt: skip
     stay_in_backward(BACKWARD)
-    keep(grads[0], (query, key), backward=True)
+    keep_in_graph(grads[0], (query, key), backward=True)
     shapes = [x.shape if options[-1] else (0, *x.shape[1:]) for x in (key, value)]
     return tuple(
         _wrap(grad, query, shape) for grad, shape in zip(grads, (query.shape, *shapes), strict=True)

@@ -122,7 +122,14 @@ def dynamic_length(env: Env, marked: bool) -> None:
     assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
 
 
-def lengths_whose_shards_are_alike(env: Env, schedule="auto", causal=True) -> None:
+# In the second one rank 0's shard stays as it is first, and then rank 1's. Of the last ones, the
+# third is dynamic until the schedule looks at it.
+ALIKE = (131, 132, 131), (128, 127, 126), (127, 128, 129), (64, 96, 131, 132, 131)
+
+
+def lengths_whose_shards_are_alike(
+    env: Env, schedule="auto", causal=True, dynamic=None, sequences=ALIKE
+) -> None:
     """Some ranks' shards are alike before and after, so that nothing but the DTensor's own size
     tells them that the length has changed."""
     mesh = env.mesh()
@@ -130,23 +137,20 @@ def lengths_whose_shards_are_alike(env: Env, schedule="auto", causal=True) -> No
     def function(x):
         return F.scaled_dot_product_attention(x * 2, x, x, is_causal=causal)
 
-    for dynamic in (None, False):
-        # Of the last ones, the third is dynamic until the schedule looks at it.
-        for lengths in ((131, 132, 131), (128, 127, 126), (127, 128, 129), (64, 96, 131, 132, 131)):
-            torch._dynamo.reset()
-            compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-            for length in lengths:
-                generator = torch.Generator().manual_seed(length)
-                whole = torch.randn(1, 2, length, 8, generator=generator)
-                results = []
-                for f in (function, compiled):
-                    x = distribute(whole, mesh, ROWS).requires_grad_()
-                    with cp_dispatch.enabled(schedule=schedule):
-                        y = f(x)
-                        results.append((y, *torch.autograd.grad(y, x, y.detach())))
-                for want, got in zip(*results, strict=True):
-                    assert got.shape == whole.shape
-                    torch.testing.assert_close(got.to_local(), want.to_local())
+    for lengths in sequences:
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for length in lengths:
+            whole = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(length))
+            results = []
+            for f in (function, compiled):
+                x = distribute(whole, mesh, ROWS).requires_grad_()
+                with cp_dispatch.enabled(schedule=schedule):
+                    y = f(x)
+                    results.append((y, *torch.autograd.grad(y, x, y.detach())))
+            for want, got in zip(*results, strict=True):
+                assert got.shape == whole.shape
+                torch.testing.assert_close(got.to_local(), want.to_local())
 
 
 def every_size_dynamic(env: Env) -> None:
@@ -157,8 +161,9 @@ def every_size_dynamic(env: Env) -> None:
     def function(x):
         return F.scaled_dot_product_attention(x * 2, x, x, is_causal=True)
 
-    for schedule, layout in (("gather", False), ("gather", True), ("mirrored_ring", False),
-                             ("ring", True), ("ulysses", False)):  # fmt: skip
+    for schedule, layout in (
+        ("gather", False), ("gather", True), ("mirrored_ring", False), ("ulysses", False),
+    ):  # fmt: skip
         torch._dynamo.reset()
         graphs = Graphs()
         compiled = torch.compile(function, fullgraph=True, backend=graphs, dynamic=True)
@@ -599,6 +604,10 @@ CASES = {
     "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
     "every size dynamic": every_size_dynamic,
     "lengths whose shards are alike": lengths_whose_shards_are_alike,
+    # Which compiles each length anew, whatever the schedule.
+    "lengths whose shards are alike, static": functools.partial(
+        lengths_whose_shards_are_alike, dynamic=False, sequences=ALIKE[:2]
+    ),
     "lengths whose shards are alike, gather": functools.partial(
         lengths_whose_shards_are_alike, schedule="gather", causal=False
     ),

@@ -451,10 +451,10 @@ CASES = {
 }
 
 
+# Llama's attention is that of the first layer of Qwen2.
 ON_4 = {
-    "Llama, DTensors", "Qwen2, DTensors, head-tail", "Llama, context", "Qwen2, context",
-    "Mistral, context, padded, natural order", "window of a parallel style",
-    "refused on every rank", "positions that are not given",
+    "Qwen2, DTensors, head-tail", "Qwen2, context", "Mistral, context, padded, natural order",
+    "window of a parallel style", "refused on every rank", "positions that are not given",
 }  # fmt: skip
 
 
