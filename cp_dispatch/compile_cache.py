@@ -6,7 +6,9 @@ graph holds; all can differ between runs, and between ranks that share a cache.
 ``torch.compiler.config.cache_key_tag`` is part of every key, so the tag carries them: the options
 while enabled and, from each trace on, which comes before the key is made, the switches, the groups
 that traces have used, and which call of this trace used which. Else a process that had met two
-groups would take a graph for either of them.
+groups would take a graph for either of them. A call that is left to torch is noted too: the tag
+may be of another thread's trace (it is the process's, before torch 2.13), or of an earlier one,
+whose graph looks the same.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace
 
 
 def tag(state: object | None, calls: str = "") -> None:
-    """Put ``state``, groups and the calls of a trace into the tag; None removes what was put."""
+    """Put ``state``, groups and the calls of a trace into the tag; neither state nor calls removes
+    what was put."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
-    if state is not None:
+    if state is not None or calls:
         schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS, VARLEN_SCHEMAS
         limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
@@ -79,6 +82,16 @@ def note_group(group_name: str, state: object) -> None:
             ranks = tuple(dist.get_process_group_ranks(resolve_group(group_name)))
             group = group_name, ranks, dist.get_rank()
             _groups.add(group)
+    _note_call(group, state)
+
+
+def note_decision(state: object | None) -> None:
+    """``state`` decides about a call, in a trace if any; None leaves it to torch."""
+    if dynamo_traces() is not None:
+        _note_call(None, state)
+
+
+def _note_call(group: tuple | None, state: object | None) -> None:
     trace = dynamo_traces()
     calls = _hash(repr((_calls.get(trace, "") if trace is not None else "", group, state)))
     if trace is not None:

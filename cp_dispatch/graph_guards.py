@@ -21,13 +21,16 @@ import weakref
 from collections.abc import Callable
 
 from cp_dispatch._compat import add_check, compiled_graphs, guard_trace
+from cp_dispatch.compile_cache import note_decision
 
 _done = weakref.WeakSet()  # managers of graphs that need nothing any more
 
 
 def note_trace(what: str, decides: Callable[[], object]) -> None:
-    """Give the graph that is being traced, if any, the guard that ``decides()`` stays equal."""
+    """Give the graph that is being traced, if any, the guard that ``decides()`` stays equal, and
+    what it says to the keys of caches on disk."""
     state = decides()
+    note_decision(state)
 
     def check(_locals) -> bool:
         now = decides()

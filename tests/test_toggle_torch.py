@@ -103,6 +103,23 @@ def test_the_tag_tells_which_group_a_trace_uses(before, monkeypatch):
         assert first == again and not {*first.values()} & {*other_way.values()}
 
 
+def test_the_tag_of_a_trace_is_none_of_the_next_one():
+    """Whose plain call is left to torch, as another thread's is while this one is in a block."""
+    tags = []
+
+    def backend(graph, _):  # the keys are made where this is called
+        tags.append(tag())
+        return graph
+
+    with one_rank() as mesh, enabled():
+        plain = torch.randn(1, 2, 8, 4)
+        sharded = DTensor.from_local(plain, mesh, [Shard(2)])
+        for x in (sharded, plain, sharded, plain):
+            torch._dynamo.reset()
+            torch.compile(F.scaled_dot_product_attention, backend=backend)(x, x, x)
+    assert tags[:2] == tags[2:] and tags[0] != tags[1]
+
+
 def test_causal_biases_are_dispatched_by_torch_again_afterwards():
     before = torch_bias.CausalBias.__dict__["_dispatch"]
     for _ in range(2):
