@@ -160,7 +160,11 @@ def _mask(context: PlainContext, theirs, given: dict):
             ranks,
         )
     if len(set(padded)) > 1 or not (of_keys == of_rows or set(of_keys) == {total}):
-        _refuse("attention_mask must be this rank's part, or the whole one, on every rank", ranks)
+        _refuse(
+            "attention_mask must be this rank's part, or the whole one, on every rank, and a cache "
+            "must not have room for other keys; use_cache=False",
+            ranks,
+        )
     layout = context.layout(total)
     if padding is not None and of_keys == of_rows:
         (padding,) = unshard(mesh, [padding], [1], layout)
@@ -168,7 +172,14 @@ def _mask(context: PlainContext, theirs, given: dict):
         _check_positions(layout, padding, of_rows, counted, ranks)
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
-    if plain and ((skips[0] and (window is None or total < window)) or (skips[1] and not window)):
+    by_flag = plain and skips[0] and (window is None or total < window)
+    if not all(of_rows) or (by_flag and 1 in of_rows):
+        _refuse(
+            "transformers takes a shard of one row for decoding and leaves is_causal out, and its "
+            "layers take no shard without rows; pad the sequence, or use fewer ranks",
+            ranks,
+        )
+    if by_flag or (plain and skips[1] and not window):
         return None
     config = given.get("kwargs", {}).get("config")
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
