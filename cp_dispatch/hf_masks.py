@@ -146,9 +146,11 @@ def _mask(context: PlainContext, theirs, given: dict):
     module = sys.modules.get(_MODULE)
     causal = given["mask_function"] is getattr(module, "causal_mask_function", None)
     mesh = context.mesh
-    own = not any(skips) and not causal, offsets, padding is not None, count_from_zero(rows)
+    # Where the model makes a cache, the number of keys says nothing about the padding mask.
+    width = 0 if padding is None else padding.shape[-1]
+    own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
     ranks = _tell(mesh, (rows, keys, *own))
-    of_rows, of_keys, special, cached, padded, counted = ranks
+    of_rows, of_keys, special, cached, padded, widths, counted = ranks
     total = sum(of_rows)
     if any(cached):
         _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
@@ -159,16 +161,28 @@ def _mask(context: PlainContext, theirs, given: dict):
             "packed documents, pass attention_mask of ones, as one more of the buffers",
             ranks,
         )
-    if len(set(padded)) > 1 or not (of_keys == of_rows or set(of_keys) == {total}):
-        _refuse("attention_mask must be this rank's part, or the whole one, on every rank", ranks)
+    fits = of_rows, [total] * len(ranks[0])
+    if len(set(padded)) > 1 or of_keys not in fits or (all(padded) and widths not in fits):
+        _refuse(
+            "attention_mask must be this rank's part, or the whole one, on every rank, and a cache "
+            "must not have room for other keys; use_cache=False",
+            ranks,
+        )
     layout = context.layout(total)
-    if padding is not None and of_keys == of_rows:
+    if padding is not None and widths == of_rows:
         (padding,) = unshard(mesh, [padding], [1], layout)
     if context.order_is_known and (layout is None or layout.seq_len == total):
         _check_positions(layout, padding, of_rows, counted, ranks)
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
-    if plain and ((skips[0] and (window is None or total < window)) or (skips[1] and not window)):
+    by_flag = plain and skips[0] and (window is None or total < window)
+    if not all(of_rows) or (by_flag and 1 in of_rows):
+        _refuse(
+            "transformers takes a shard of one row for decoding and leaves is_causal out, and its "
+            "layers take no shard without rows; pad the sequence, or use fewer ranks",
+            ranks,
+        )
+    if by_flag or (plain and skips[1] and not window):
         return None
     config = given.get("kwargs", {}).get("config")
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
@@ -240,7 +254,8 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
 
 
 def _refuse(reason: str, ranks: list[list[int]], otherwise: str = "; or "):
-    names = "rows", "keys", "more than positions", "cached", "padding mask", "positions from 0"
+    names = "rows", "keys", "more than positions", "cached", "attention_mask", "its columns"
+    names += ("positions from 0",)
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
     raise ContextParallelError(
         f"a mask that transformers makes inside context_parallel is refused: {reason}{otherwise}"

@@ -20,8 +20,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch import fused_modules, graph_guards
-from cp_dispatch._compat import composite_kernel, dynamo_traces, run_uncompiled
+from cp_dispatch._compat import (
+    composite_kernel,
+    dynamo_traces,
+    run_uncompiled,
+    torch_context_parallel_is_on,
+)
 from cp_dispatch.dispatch import attend, involves_dtensor
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
@@ -87,6 +93,7 @@ def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_cont
         if involves_dtensor(query, key, value, attn_mask):
             found = options()
             if found is not None:
+                refuse_beside_torchs()
                 result = attend(
                     found, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
                 )
@@ -110,6 +117,18 @@ def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_cont
     return scaled_dot_product_attention
 
 
+def refuse_beside_torchs() -> None:
+    """Torch's context parallel makes DTensors whose shards lie in an order they do not tell."""
+    if torch_context_parallel_is_on():
+        raise ContextParallelError(
+            "torch's own context-parallel dispatcher is on and would take the same calls. Leave "
+            "torch.distributed.tensor.experimental.context_parallel, or call "
+            "_disable_context_parallel_dispatcher() of torch.distributed.tensor.experimental."
+            "_context_parallel._attention, before cp_dispatch.enable(); or use "
+            "cp_dispatch.context_parallel, which takes the same arguments."
+        )
+
+
 def _refusal_of_vmap(kernel, stack: OptionStack):
     """The kernel that stands before vmap's, which would go on to DTensor's own kernels: in a layout
     those take the order of the shards for that of the sequence."""
@@ -128,6 +147,7 @@ def _inference_rule(options: CurrentOptions):
         found = options()
         if found is None:
             return NotImplemented
+        refuse_beside_torchs()
         return _attend_from_aten(found, *args, **(kwargs or {}))
 
     return rule

@@ -20,13 +20,7 @@ import threading
 import torch
 
 from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override, reentrant
-from cp_dispatch._compat import (
-    forget_resolved_kernels,
-    in_backward,
-    torch_context_parallel_is_on,
-    withdraw,
-)
-from cp_dispatch.errors import ContextParallelError
+from cp_dispatch._compat import forget_resolved_kernels, in_backward, withdraw
 from cp_dispatch.flex import install as flex
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
@@ -146,13 +140,7 @@ def _on_a_thread_of_autograd() -> bool:
 
 def _checked(schedule: str, layout) -> Options:
     options = Options(schedule, layout)
-    if torch_context_parallel_is_on():
-        raise ContextParallelError(
-            "torch's own context-parallel dispatcher is on and would take the same calls. Leave "
-            "torch.distributed.tensor.experimental.context_parallel, or call "
-            "_disable_context_parallel_dispatcher() of torch.distributed.tensor.experimental."
-            "_context_parallel._attention, before cp_dispatch.enable()."
-        )
+    override.refuse_beside_torchs()
     return options
 
 

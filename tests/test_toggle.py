@@ -191,6 +191,19 @@ def test_torchs_own_context_parallel_dispatcher_is_refused(switch):
         assert is_enabled()
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_calls_inside_torchs_own_context_parallel_are_refused(mesh, inference):
+    """Its DTensors hold shards in head-tail order, which they do not tell."""
+    query = DTensor.from_local(torch.randn(1, 2, 8, 8), mesh, [Shard(2)])
+    with enabled(), torch.inference_mode(inference):
+        torch_cp._enable_context_parallel_dispatcher()
+        try:
+            with pytest.raises(ContextParallelError, match="use cp_dispatch.context_parallel"):
+                F.scaled_dot_product_attention(query, query, query)
+        finally:
+            torch_cp._disable_context_parallel_dispatcher()
+
+
 def test_torch_func_transforms_of_dtensors_are_refused(mesh):
     """Their wrappers hide the DTensor; computing on its shard alone would answer wrongly."""
     query, key, value = sharded(mesh)

@@ -295,6 +295,39 @@ def positions_not_given(env: Env) -> None:
         assert "pass position_ids of the whole sequence, as one more of the buffers" in text
 
 
+@torch.no_grad()
+def whole_mask_beside_a_cache(env: Env) -> None:
+    """The model counts a new cache's keys, a shard of them, not the mask; other lengths raise."""
+    model = build("Llama", env.device)
+    tokens = batches(1, 2)[0][0].to(env.device)
+    seen = padding(2).to(env.device)
+    positions = torch.arange(LENGTH, device=env.device).repeat(2, 1)
+    want = model(tokens, attention_mask=seen).logits
+    with cp_dispatch.context_parallel(
+        env.mesh(), buffers=[tokens, positions], buffer_seq_dims=[1, 1], balancer=HEAD_TAIL
+    ):
+        got = model(tokens, position_ids=positions, attention_mask=seen, use_cache=True).logits
+        with pytest.raises(cp_dispatch.ContextParallelError, match="the whole one, on every rank"):
+            model(tokens, position_ids=positions, attention_mask=seen[:, 1:], use_cache=True)
+    layout = cp_dispatch.HeadTail(LENGTH, env.world_size)
+    (got,) = cp_dispatch.unshard(env.mesh(), [got], [1], layout)
+    torch.testing.assert_close(got[seen.bool()], want[seen.bool()], rtol=1e-4, atol=1e-4)
+
+
+def shards_of_a_row(env: Env) -> None:
+    """Transformers takes one row for decoding, which is not causal: wrong where all ranks have one,
+    a mismatch where one has. Without rows its layers raise, and the other ranks would wait."""
+    model = build("Qwen2", env.device)
+    for length in (env.world_size, 2 * env.world_size - 1, 1):
+        buffers = [batches(1)[0][0][:, :length].to(env.device, copy=True)]
+        buffers += [torch.arange(length, device=env.device)[None], torch.ones_like(buffers[0])]
+        with cp_dispatch.context_parallel(
+            env.mesh(), buffers=buffers, buffer_seq_dims=[1, 1, 1], balancer=None
+        ):
+            with pytest.raises(cp_dispatch.ContextParallelError, match="one row for decoding"):
+                model(buffers[0], position_ids=buffers[1], attention_mask=buffers[2])
+
+
 def small(kind: str):
     """Models that make their masks in other ways, in eval mode."""
     torch.manual_seed(0)
@@ -445,6 +478,8 @@ CASES = {
     "refused on every rank": refused_on_every_rank,
     "positions that are not given": positions_not_given,
     "positions of its own": positions_of_its_own,
+    "whole mask beside a cache": whole_mask_beside_a_cache,
+    "shards of a row": shards_of_a_row,
     "masks of other models": masks_of_other_models,
     "attention that is not seen": attention_that_is_not_seen,
     "padding of a whole shard": padding_of_a_whole_shard,
