@@ -1,8 +1,15 @@
-"""What the benches of FlexAttention and varlen_attn share: documents, and the steps they time."""
+"""What the benches of FlexAttention and varlen_attn share: documents, steps and rows."""
 
 from __future__ import annotations
 
+import gc
+
 import torch
+import torch.distributed as dist
+from bench_record import failure
+from bench_timing import measure
+
+from cp_dispatch.schedules import mailboxes
 
 
 def document_lengths(length: int, mean: int) -> list[int]:
@@ -29,3 +36,46 @@ def steps(inputs, grad, call):
         return torch.autograd.grad(call(*leaves), leaves, grad)
 
     return {"fwd": forward, "fwd+bwd": both}
+
+
+def rows(problem, args, cuda: bool, implementations: dict, shape: dict, modes, words):
+    """A row for each implementation and mode, as soon as it is there.
+
+    An implementation is a function of the problem whose context gives inputs, grad, call and what
+    else belongs to its rows; the one named "one device" comes first. ``shape`` belongs to all rows,
+    ``words`` says what makes a row another point.
+    """
+    alone = {}
+    for name, implementation in implementations.items():
+        for mode in modes:
+            row = shape | {"implementation": name, "mode": mode}
+            try:
+                with implementation(problem) as (inputs, grad, call, facts):
+                    row |= measure(steps(inputs, grad, call)[mode], args, cuda) | facts
+                del inputs, grad, call
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                row |= failure(error)
+            if "seconds" in row:
+                if name == "one device":
+                    alone[mode] = row["seconds"]
+                elif mode in alone:
+                    row["kept"] = alone[mode] / problem.mesh.size() / row["seconds"]
+            if dist.get_rank() == 0:
+                print(show(row, words), flush=True)
+            yield row
+            gc.collect()
+            if cuda:
+                mailboxes.free()  # the next one's memory is its own
+                torch.cuda.empty_cache()
+
+
+def show(row: dict, words: str) -> str:
+    text = f"{row['tokens_per_rank']:7d} {words:9s} {row['mode']:8s} "
+    text += f"{row['implementation']:32s} "
+    if "error" in row:
+        return text + row["error"]
+    text += f"{row['seconds'] * 1e3:9.3f} ms"
+    text += f"  kept {row['kept'] * 100:5.1f}%" if "kept" in row else " " * 13
+    text += f"  host {row['host_seconds'] * 1e3:7.3f} ms  extra {row['extra_mib']:7.0f} MiB"
+    text += f"  sent {row['sent_mib']:7.1f} MiB"
+    return text + (f" in {row['groups']}" if "groups" in row else "")

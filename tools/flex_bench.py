@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gc
 import json
 import pathlib
 
 import torch
 import torch.distributed as dist
-from bench_problems import document_lengths, steps
-from bench_timing import measure
+from bench_problems import document_lengths, rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -30,7 +28,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail, create_cp_block_mask
 from cp_dispatch.flex import groups
-from cp_dispatch.schedules import mailboxes
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -107,12 +104,16 @@ def compiled(problem: Problem):
     return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
-# Each implementation: problem -> (inputs, grad, call, (bytes sent, groups)). Entered as a context.
+def sent(size: int, groups: int = 1) -> dict:
+    return {"sent_mib": size / 2**20, "groups": groups}
+
+
+# Each implementation: problem -> (inputs, grad, call, what it sends). Entered as a context.
 @contextlib.contextmanager
 def one_device(problem: Problem):
     *inputs, grad = problem.tensors(problem.length)
     attend = compiled(problem)
-    yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), (0, 1)
+    yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), sent(0)
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def ours(problem: Problem, schedule: str, balancer: str | None):
             for x in problem.tensors(problem.tokens)
         )
         plan = cp_dispatch.explain_flex(*inputs, problem.mask)
-        moved = max(map(plan.bytes_sent, range(ranks))), plan.groups
+        moved = sent(max(map(plan.bytes_sent, range(ranks))), plan.groups)
         yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), moved
 
 
@@ -165,7 +166,7 @@ def torch_cp(problem: Problem, balancer: str):
         Attention(), problem.mesh
     )
     *inputs, grad = problem.tensors(problem.tokens)
-    yield inputs, grad, module, ((ranks - 1) * problem.shard_bytes, 1)
+    yield inputs, grad, module, sent((ranks - 1) * problem.shard_bytes)
 
 
 IMPLEMENTATIONS = {
@@ -188,7 +189,6 @@ IMPLEMENTATIONS = {
 
 def run_point(problem: Problem, args, cuda: bool):
     """A row for each implementation and mode, as soon as it is there."""
-    alone = {}
     shape = {
         "mask": problem.kind,
         "tokens_per_rank": problem.tokens,
@@ -202,49 +202,21 @@ def run_point(problem: Problem, args, cuda: bool):
         "steps": args.steps,
         "cuda_graph": args.cuda_graph,
     }
-    for name, (implementation, kinds) in IMPLEMENTATIONS.items():
-        asked = not args.only or any(
+
+    def is_asked(name: str) -> bool:
+        return not args.only or any(
             word == name if word in IMPLEMENTATIONS else word in name
             for word in (*args.only, "one device")
         )
-        if problem.kind not in kinds or not asked:
-            continue
-        for mode in ("fwd", "fwd+bwd"):
-            if mode != "fwd" and not cuda:
-                continue  # torch refuses FlexAttention gradients on CPU
-            row = shape | {"implementation": name, "mode": mode}
-            try:
-                with implementation(problem) as (inputs, grad, call, (sent, parts)):
-                    row |= measure(steps(inputs, grad, call)[mode], args, cuda)
-                    row |= {"sent_mib": sent / 2**20, "groups": parts}
-                del inputs, grad, call
-            except (RuntimeError, NotImplementedError, AssertionError) as error:
-                row["error"] = " ".join(f"{type(error).__name__} {error}".split())[:200]
-            if "seconds" in row:
-                if name == "one device":
-                    alone[mode] = row["seconds"]
-                elif mode in alone:
-                    row["kept"] = alone[mode] / problem.mesh.size() / row["seconds"]
-            if dist.get_rank() == 0:
-                print(show(row), flush=True)
-            yield row
-            gc.collect()
-            if cuda:
-                mailboxes.free()  # the next one's memory is its own
-                torch.cuda.empty_cache()
 
-
-def show(row: dict) -> str:
-    text = f"{row['tokens_per_rank']:7d} {row['mask']:9s} {row['mode']:8s} "
-    text += f"{row['implementation']:32s} "
-    if "error" in row:
-        return text + row["error"]
-    text += f"{row['seconds'] * 1e3:9.3f} ms"
-    text += f"  kept {row['kept'] * 100:5.1f}%" if "kept" in row else " " * 13
-    return text + (
-        f"  host {row['host_seconds'] * 1e3:7.3f} ms  extra {row['extra_mib']:7.0f} MiB"
-        f"  sent {row['sent_mib']:7.1f} MiB in {row['groups']}"
-    )
+    chosen = {
+        name: implementation
+        for name, (implementation, kinds) in IMPLEMENTATIONS.items()
+        if problem.kind in kinds and is_asked(name)
+    }
+    # Torch refuses FlexAttention gradients on CPU.
+    modes = ("fwd", "fwd+bwd") if cuda else ("fwd",)
+    return rows(problem, args, cuda, chosen, shape, modes, problem.kind)
 
 
 def main() -> None:

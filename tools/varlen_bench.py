@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import inspect
 import itertools
 import json
@@ -24,9 +23,8 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from bench_problems import document_lengths, steps
-from bench_record import about, failure
-from bench_timing import measure
+from bench_problems import document_lengths, rows
+from bench_record import about
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -34,7 +32,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
 from cp_dispatch import HeadTail, PerDocumentHeadTail
-from cp_dispatch.schedules import mailboxes
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 # Torch 2.11 takes grouped heads without being told.
@@ -90,11 +87,15 @@ class Problem:
         )  # fmt: skip
 
 
-# Each implementation: problem -> (inputs, grad, call, bytes sent). Entered as a context.
+def sent(size: int) -> dict:
+    return {"sent_mib": size / 2**20}
+
+
+# Each implementation: problem -> (inputs, grad, call, what it sends). Entered as a context.
 @contextlib.contextmanager
 def one_device(problem: Problem):
     *inputs, grad = problem.tensors(problem.length)
-    yield inputs, grad, problem.attend, 0
+    yield inputs, grad, problem.attend, sent(0)
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def ours(problem: Problem, balancer=None):
         plan = cp_dispatch.explain_varlen(
             *inputs, problem.starts, problem.starts, window_size=problem.window
         )
-        yield inputs, grad, problem.attend, max(map(plan.bytes_sent, range(ranks)))
+        yield inputs, grad, problem.attend, sent(max(map(plan.bytes_sent, range(ranks))))
 
 
 @contextlib.contextmanager
@@ -122,11 +123,11 @@ def by_hand(problem: Problem):
     starts = problem.starts.tolist()
     first = max(x for x in starts if x <= begin)
     inside = [x for x in starts if begin < x < end]
-    rows, keys = (
+    cu_rows, cu_keys = (
         torch.tensor([x - bounds[0] for x in bounds], dtype=torch.int32, device=problem.device)
         for bounds in ([begin, *inside, end], [first, *inside, end])
     )
-    longest = int(rows.diff().max()), int(keys.diff().max())
+    longest = int(cu_rows.diff().max()), int(cu_keys.diff().max())
     # Deprecated from torch 2.13 on, before which the other has no gradient.
     warnings.filterwarnings("ignore", "`torch.distributed._functional_coll", FutureWarning)
 
@@ -135,11 +136,11 @@ def by_hand(problem: Problem):
             all_gather_tensor_autograd(x, 0, mesh)[first:end].contiguous() for x in (key, value)
         )
         return varlen_attn(
-            query, key, value, rows, keys, *longest, window_size=problem.window, **GQA
+            query, key, value, cu_rows, cu_keys, *longest, window_size=problem.window, **GQA
         )
 
     *inputs, grad = problem.tensors(tokens)
-    yield inputs, grad, attend, (mesh.size() - 1) * sum(x.nbytes for x in inputs[1:])
+    yield inputs, grad, attend, sent((mesh.size() - 1) * sum(x.nbytes for x in inputs[1:]))
 
 
 IMPLEMENTATIONS = {
@@ -155,55 +156,22 @@ IMPLEMENTATIONS = {
 
 def run_point(problem: Problem, args, cuda: bool):
     """A row for each implementation and mode, as soon as it is there."""
-    alone = {}
-    for name, implementation in IMPLEMENTATIONS.items():
-        if args.only and not any(word in name for word in (*args.only, "one device")):
-            continue
-        for mode in ("fwd", "fwd+bwd"):
-            row = {
-                "implementation": name,
-                "mode": mode,
-                "tokens_per_rank": problem.tokens,
-                "ranks": problem.mesh.size(),
-                "heads": list(args.heads),
-                "head_dim": args.head_dim,
-                "dtype": args.dtype,
-                "document_mean": problem.mean,
-                "window": args.window,
-                "steps": args.steps,
-            }
-            try:
-                with implementation(problem) as (inputs, grad, call, sent):
-                    row |= measure(steps(inputs, grad, call)[mode], args, cuda)
-                    row["sent_mib"] = sent / 2**20
-                del inputs, grad, call
-            except (RuntimeError, NotImplementedError) as error:
-                row |= failure(error)
-            if "seconds" in row:
-                if name == "one device":
-                    alone[mode] = row["seconds"]
-                elif mode in alone:
-                    row["kept"] = alone[mode] / problem.mesh.size() / row["seconds"]
-            if dist.get_rank() == 0:
-                print(show(row), flush=True)
-            yield row
-            gc.collect()
-            if cuda:
-                mailboxes.free()
-                torch.cuda.empty_cache()
-
-
-def show(row: dict) -> str:
-    text = f"{row['tokens_per_rank']:7d} {row['document_mean']:6d} {row['mode']:8s} "
-    text += f"{row['implementation']:32s} "
-    if "error" in row:
-        return text + row["error"]
-    text += f"{row['seconds'] * 1e3:9.3f} ms"
-    text += f"  kept {row['kept'] * 100:5.1f}%" if "kept" in row else " " * 13
-    return text + (
-        f"  host {row['host_seconds'] * 1e3:7.3f} ms  extra {row['extra_mib']:7.0f} MiB"
-        f"  sent {row['sent_mib']:7.1f} MiB"
-    )
+    shape = {
+        "tokens_per_rank": problem.tokens,
+        "ranks": problem.mesh.size(),
+        "heads": list(args.heads),
+        "head_dim": args.head_dim,
+        "dtype": args.dtype,
+        "document_mean": problem.mean,
+        "window": args.window,
+        "steps": args.steps,
+    }
+    chosen = {
+        name: implementation
+        for name, implementation in IMPLEMENTATIONS.items()
+        if not args.only or any(word in name for word in (*args.only, "one device"))
+    }
+    return rows(problem, args, cuda, chosen, shape, ("fwd", "fwd+bwd"), f"of {problem.mean}")
 
 
 def main() -> None:

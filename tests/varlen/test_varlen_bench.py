@@ -55,10 +55,11 @@ def test_gathered_by_hand(monkeypatch, mean, window):
             output = attend(*(x.requires_grad_() for x in leaves))
             return output, *torch.autograd.grad(output, leaves, grad)
 
-        with bench.by_hand(problem) as (_, _, attend, sent):
+        with bench.by_hand(problem) as (_, _, attend, facts):
             results = run(attend, [x[own] for x in tensors])
         for got, want in zip(results, run(problem.attend, tensors), strict=True):
             torch.testing.assert_close(got, want[own])
-        assert sent == 2 * 2 * 16 * 2 * 8 * 8  # to 2 ranks, key and value, rows, heads, dim, bytes
+        size = 2 * 2 * 16 * 2 * 8 * 8  # to 2 ranks, key and value, rows, heads, dim, bytes
+        assert facts == {"sent_mib": size / 2**20}
 
     run_threads(3, body)
