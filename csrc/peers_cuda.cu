@@ -1,13 +1,13 @@
 // Copies to other GPUs and flags between streams of several GPUs, by copy engines and the streams
-// themselves: no kernel, so that attention keeps every SM. Many short copies are one kernel all the
-// same, for each costs the host as much as a launch; and flags too where the current stream waits
-// for all that at once. See cp_dispatch/schedules/mailbox.py.
+// themselves: no kernel, so that attention keeps every SM. Short copies may be one all the same, see
+// exchange.h. The protocol is told in cp_dispatch/schedules/mailbox.py.
 #include <cuda.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "cuda_launch.h"
+#include "exchange.h"
 #include "rows.h"
 
 namespace cp_dispatch {
@@ -33,11 +33,11 @@ BatchMemOp batch_mem_op() {
 class Flags {
  public:
   // Puts 1 in each flag.
-  void raise(const std::vector<int64_t>& flags) {
+  void raise(Numbers flags) {
     for (const int64_t flag : flags) write(flag, 1);
   }
   // Waits until each flag is 1 and puts 0 there.
-  void take(const std::vector<int64_t>& flags) {
+  void take(Numbers flags) {
     for (const int64_t flag : flags) {
       CUstreamBatchMemOpParams wait{};
       wait.waitValue = {CU_STREAM_MEM_OP_WAIT_VALUE_32, static_cast<CUdeviceptr>(flag), {1},
@@ -81,12 +81,6 @@ void wait_for(cudaStream_t waiting, cudaStream_t other) {
   check(waits);
 }
 
-struct Slab {
-  void* target;
-  const void* source;
-  int64_t into, from, bytes, rows;
-};
-
 // A tensor (B, ...) whose batch rows are contiguous, and its copy.
 Slab slab_of(Tensor& target, const Tensor& source) {
   STD_TORCH_CHECK(target.is_cuda() && source.is_cuda() && target.dim() == source.dim() &&
@@ -122,117 +116,11 @@ void copy(const Slab& x, cudaStream_t stream) {
                                   cudaMemcpyDeviceToDevice, stream));
 }
 
-constexpr int kMaxSlabs = 64;  // as many as fit in a kernel's arguments
-constexpr int64_t kShort = 64 * 1024;
-
-struct Slabs {
-  Slab slabs[kMaxSlabs];
-};
-
-// 16 bytes for each thread at a time.
-__device__ void copy_by_blocks(const Slab& x) {
-  const int64_t units = x.bytes / 16;
-  for (int64_t i = int64_t{blockIdx.x} * 256 + threadIdx.x; i < x.rows * units;
-       i += int64_t{gridDim.x} * 256) {
-    const int64_t row = i / units, at = (i - row * units) * 16;
-    *reinterpret_cast<int4*>(static_cast<char*>(x.target) + row * x.into + at) =
-        *reinterpret_cast<const int4*>(static_cast<const char*>(x.source) + row * x.from + at);
-  }
-}
-
-// A slab for each row of blocks.
-__global__ void __launch_bounds__(256) copy_kernel(const __grid_constant__ Slabs all) {
-  copy_by_blocks(all.slabs[blockIdx.y]);
-}
-
-constexpr int kMaxFlags = 24;
-
-struct FlagList {
-  uint32_t* flags[kMaxFlags];
-  int count;
-};
-
-struct Exchange {
-  Slabs all;
-  FlagList raise_first, take_first, raise_then, take_last;
-  uint32_t* done;  // blocks of this kernel; 0 before and after it
-};
-
-__device__ void put(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-
-__device__ void wait_until_raised(const uint32_t* flag) {
-  uint32_t found;
-  do {
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(flag) : "memory");
-  } while (found != 1);
-}
-
-__device__ void raise_all(const FlagList& list) {
-  for (int i = threadIdx.x; i < list.count; i += blockDim.x) put(list.flags[i], 1);
-}
-
-__device__ void wait_for_all(const FlagList& list) {
-  for (int i = threadIdx.x; i < list.count; i += blockDim.x) wait_until_raised(list.flags[i]);
-  __syncthreads();
-}
-
-__device__ void lower_all(const FlagList& list) {
-  for (int i = threadIdx.x; i < list.count; i += blockDim.x) put(list.flags[i], 0);
-}
-
-// What `push` does on one stream, in one kernel: no block waits for another one of this GPU, and the
-// last one that has copied does what comes after all copies.
-__global__ void __launch_bounds__(256) exchange_kernel(const __grid_constant__ Exchange x) {
-  if (blockIdx.x == 0 && blockIdx.y == 0) raise_all(x.raise_first);
-  wait_for_all(x.take_first);
-  copy_by_blocks(x.all.slabs[blockIdx.y]);
-  __shared__ bool is_last;
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(x.done, 1) == gridDim.x * gridDim.y - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence_system();
-  if (threadIdx.x == 0) *x.done = 0;
-  // Peers raise these again once they have seen that their rooms are full.
-  lower_all(x.take_first);
-  __syncthreads();
-  raise_all(x.raise_then);
-  wait_for_all(x.take_last);
-  lower_all(x.take_last);
-}
-
-bool is_short(const Slab& x) {
-  const auto places = reinterpret_cast<uintptr_t>(x.target) |
-                      reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
-                      static_cast<uintptr_t>(x.from) | static_cast<uintptr_t>(x.bytes);
-  return places % 16 == 0 && x.rows * x.bytes <= kShort;
-}
-
-bool make_one_kernel(const std::vector<Slab>& slabs) {
-  return slabs.size() > 2 && std::all_of(slabs.begin(), slabs.end(), is_short);
-}
-
-void copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
-  for (size_t i = 0; i < slabs.size(); i += kMaxSlabs) {
-    const size_t count = std::min<size_t>(slabs.size() - i, kMaxSlabs);
-    Slabs some{};
-    std::copy_n(slabs.begin() + static_cast<std::ptrdiff_t>(i), count, some.slabs);
-    copy_kernel<<<dim3(4, static_cast<uint32_t>(count)), 256, 0, stream>>>(some);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-  }
-}
-
 // See cp_dispatch/schedules/mailbox.py for what these do. `here` is a tensor of this GPU, the room
 // where copies to it go; `stream` the handle of the one that carries the copies; flags are addresses
 // of int32.
 constexpr int64_t kCurrent = -1;  // no other stream than the current one
 cudaStream_t handle(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-
-// Of the room's header, its flags ahead of what kernels count in.
-constexpr int64_t kHeader = 4096, kDone = kHeader - sizeof(uint32_t);
 
 bool is_within(const void* place, const Tensor& tensor) {
   const auto start = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -248,48 +136,11 @@ void raise_flags(const Tensor here, std::vector<int64_t> flags, int64_t stream) 
   raised.enqueue(handle(stream));
 }
 
-// What is done to flags before and after the copies.
-struct Signals {
-  const std::vector<int64_t>&raise_first, &take_first, &raise_then, &take_last;
-};
-
-bool fits(const std::vector<int64_t>& flags) { return flags.size() <= kMaxFlags; }
-
-FlagList list_of(const std::vector<int64_t>& flags) {
-  FlagList list{};
-  for (const int64_t flag : flags) list.flags[list.count++] = reinterpret_cast<uint32_t*>(flag);
-  return list;
-}
-
-bool fit_one_kernel(const std::vector<Slab>& slabs, const Signals& signals) {
-  return !slabs.empty() && slabs.size() <= kMaxSlabs &&
-         std::all_of(slabs.begin(), slabs.end(), is_short) && fits(signals.raise_first) &&
-         fits(signals.take_first) && fits(signals.raise_then) && fits(signals.take_last);
-}
-
-void push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
-                    cudaStream_t stream) {
-  STD_TORCH_CHECK(here.numel() * here.element_size() >= kHeader, "a room begins with a header");
-  auto* header = static_cast<char*>(here.mutable_data_ptr());
-  Exchange x{{},
-             list_of(signals.raise_first),
-             list_of(signals.take_first),
-             list_of(signals.raise_then),
-             list_of(signals.take_last),
-             reinterpret_cast<uint32_t*>(header + kDone)};
-  std::copy(slabs.begin(), slabs.end(), x.all.slabs);
-  exchange_kernel<<<dim3(4, static_cast<uint32_t>(slabs.size())), 256, 0, stream>>>(x);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
           int64_t stream, bool side_waits) {
   const Launch launch(here.get_device_index());
   if (stream == kCurrent) {
-    if (fit_one_kernel(slabs, signals)) {
-      push_by_kernel(slabs, here, signals, launch.stream());
-      return;
-    }
+    if (push_by_kernel(slabs, here, signals, launch.stream())) return;
     stream = reinterpret_cast<int64_t>(launch.stream());
   }
   if (side_waits) wait_for(handle(stream), launch.stream());
@@ -298,9 +149,7 @@ void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& sig
   before.take(signals.take_first);
   before.enqueue(handle(stream));
   after.raise(signals.raise_then);
-  if (make_one_kernel(slabs)) {
-    copy_by_kernel(slabs, handle(stream));
-  } else {
+  if (!copy_by_kernel(slabs, handle(stream))) {
     // Peers need not wait for copies within this GPU, which are kernels: they start when attention
     // leaves SMs free.
     std::vector<Slab> own;
@@ -342,50 +191,85 @@ void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const 
   if (then_wait) join_streams(here, stream, false);
 }
 
-// `moves` holds for each slab: which source (B, S, ...), its first row and how many, the address
-// where they go and the bytes between batch rows there.
-void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64_t> moves,
-               std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
-               std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
-               bool side_waits, bool then_wait) {
-  struct Source {
-    const char* start;
-    int64_t row, batch, rows, count;
+// The rows of a source whose batch rows are contiguous.
+struct Source {
+  const char* start;
+  int64_t row, batch, rows, count;
+};
+
+// Of (B, ...) with the rows in dim `rows`, ahead of the other dims in memory.
+Source source_of(const Tensor& x, int64_t rows) {
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() > rows, "a source must be on a GPU, with rows in dim ",
+                  rows);
+  if (x.numel() == 0) return {nullptr, 0, 0, x.size(rows), x.size(0)};
+  const int64_t item = static_cast<int64_t>(x.element_size());
+  int64_t row = item;
+  const auto check_dim = [&](int64_t d) {
+    STD_TORCH_CHECK(x.size(d) == 1 || x.stride(d) * item == row, "a batch row must be contiguous");
   };
-  std::vector<Source> found;
-  found.reserve(sources.size());
-  for (const Tensor& x : sources) {
-    STD_TORCH_CHECK(x.is_cuda() && x.dim() > 1, "a source must be (B, S, ...) on a GPU");
-    if (x.numel() == 0) {
-      found.push_back({nullptr, 0, 0, x.size(1), x.size(0)});
-      continue;
-    }
-    int64_t row = static_cast<int64_t>(x.element_size());
-    const int64_t item = row;
-    for (int64_t d = x.dim() - 1; d > 0; --d) {
-      STD_TORCH_CHECK(x.size(d) == 1 || x.stride(d) * item == row,
-                      "a batch row must be contiguous");
-      if (d > 1) row *= x.size(d);
-    }
-    found.push_back({static_cast<const char*>(x.const_data_ptr()), row, x.stride(0) * item,
-                     x.size(1), x.size(0)});
+  for (int64_t d = x.dim() - 1; d > 0; --d) {
+    if (d == rows) continue;
+    check_dim(d);
+    row *= x.size(d);
   }
-  STD_TORCH_CHECK(moves.size() % 5 == 0, "five numbers for each move");
+  check_dim(rows);
+  return {static_cast<const char*>(x.const_data_ptr()), row, x.stride(0) * item, x.size(rows),
+          x.size(0)};
+}
+
+// `moves` holds for each slab: which source, its first row and how many, the address where they go
+// and the bytes between batch rows there.
+std::vector<Slab> slabs_of(const Source* sources, int64_t count, Numbers moves) {
+  STD_TORCH_CHECK(moves.size % 5 == 0, "five numbers for each move");
   std::vector<Slab> slabs;
-  slabs.reserve(moves.size() / 5);
-  for (size_t i = 0; i < moves.size(); i += 5) {
-    const int64_t index = moves[i], first = moves[i + 1], rows = moves[i + 2];
-    STD_TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(found.size()), "no such source");
-    const Source& x = found[index];
+  slabs.reserve(moves.size / 5);
+  for (const int64_t* move = moves.start; move != moves.start + moves.size; move += 5) {
+    const int64_t index = move[0], first = move[1], rows = move[2];
+    STD_TORCH_CHECK(index >= 0 && index < count, "no such source");
+    const Source& x = sources[index];
     STD_TORCH_CHECK(first >= 0 && rows >= 0 && first + rows <= x.rows,
                     "rows that a source does not have");
     const int64_t bytes = rows * x.row;
     const bool one = x.count == 1;
-    slabs.push_back({reinterpret_cast<void*>(moves[i + 3]), x.start + first * x.row,
-                     one ? bytes : moves[i + 4], one ? bytes : x.batch, bytes, x.count});
+    slabs.push_back({reinterpret_cast<void*>(move[3]), x.start + first * x.row,
+                     one ? bytes : move[4], one ? bytes : x.batch, bytes, x.count});
   }
-  push(slabs, here, {raise_first, take_first, raise_then, take_last}, stream, side_waits);
+  return slabs;
+}
+
+void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64_t> moves,
+               std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
+               std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
+               bool side_waits, bool then_wait) {
+  std::vector<Source> found;
+  found.reserve(sources.size());
+  for (const Tensor& x : sources) found.push_back(source_of(x, 1));
+  push(slabs_of(found.data(), static_cast<int64_t>(found.size()), moves), here,
+       {raise_first, take_first, raise_then, take_last}, stream, side_waits);
   if (then_wait) join_streams(here, stream, false);
+}
+
+// push_rows of two sources (B, H, S, D) on the current stream, with all numbers in one int64 tensor of
+// the host: how many there are of each kind, and then they. Lists of numbers would cost the host more
+// than the kernel's launch.
+void push_pair(const Tensor first, const Tensor second, const Tensor here, const Tensor numbers) {
+  STD_TORCH_CHECK(numbers.is_cpu() && numbers.is_contiguous() &&
+                      numbers.scalar_type() == torch::headeronly::ScalarType::Long &&
+                      numbers.numel() >= 5,
+                  "numbers must be int64, contiguous and on the host");
+  const auto* counts = static_cast<const int64_t*>(numbers.const_data_ptr());
+  int64_t left = numbers.numel() - 5;
+  const int64_t* next = counts + 5;
+  Numbers parts[5];
+  for (int i = 0; i < 5; ++i) {
+    STD_TORCH_CHECK(counts[i] >= 0 && counts[i] <= left, "fewer numbers than they say");
+    parts[i] = {next, counts[i]};
+    next += counts[i];
+    left -= counts[i];
+  }
+  const Source sources[] = {source_of(first, 2), source_of(second, 2)};
+  push(slabs_of(sources, 2, parts[0]), here, {parts[1], parts[2], parts[3], parts[4]}, kCurrent,
+       false);
 }
 
 }  // namespace
@@ -394,6 +278,7 @@ STABLE_TORCH_LIBRARY_IMPL(cp_dispatch, CUDA, m) {
   m.impl("raise_flags", TORCH_BOX(&raise_flags));
   m.impl("push_slabs", TORCH_BOX(&push_slabs));
   m.impl("push_rows", TORCH_BOX(&push_rows));
+  m.impl("push_pair", TORCH_BOX(&push_pair));
   m.impl("join_streams", TORCH_BOX(&join_streams));
 }
 

@@ -3,7 +3,8 @@ which tensors they copy as they lie; see :mod:`cp_dispatch.schedules.mailbox` fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ for _schema in (
     # The same with rows of sources (B, S, ...); for each copy what ``Mailbox.move`` gives.
     "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
     " int[] raise_then, int[] take_last, int stream, bool side_waits, bool then_wait=False) -> ()",
+    # push_rows of two sources (B, H, S, D), token-major, with CURRENT; ``numbers``, int64 on the
+    # host: how many moves and flags of each kind, and then they. Lists cost more than the launch.
+    "push_pair(Tensor first, Tensor second, Tensor here, Tensor numbers) -> ()",
     # Let the stream wait for the current one, or the other way round.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -38,7 +42,13 @@ for _schema in (
 raise_flags = torch.ops.cp_dispatch.raise_flags.default
 push_slabs = torch.ops.cp_dispatch.push_slabs.default
 push_rows = torch.ops.cp_dispatch.push_rows.default
+push_pair = torch.ops.cp_dispatch.push_pair.default
 join_streams = torch.ops.cp_dispatch.join_streams.default
+
+
+def numbers_of(*lists: Sequence[int]) -> Tensor:
+    """Moves and the four kinds of flags, as :data:`push_pair` takes them."""
+    return torch.tensor([*map(len, lists), *itertools.chain(*lists)], dtype=torch.int64)
 
 
 def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:

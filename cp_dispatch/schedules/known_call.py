@@ -107,7 +107,10 @@ class KnownCalls:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    device = tensor.device
+    if device.type != "cuda" or on_default_stream(device):
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _kind(tensors: Sequence[Tensor]) -> list:
@@ -118,16 +121,17 @@ def _kind(tensors: Sequence[Tensor]) -> list:
     return kind
 
 
-class _Rows:
-    """:func:`rows_for` tensors that all lie as the first ones did, without looking again."""
+class _TokenMajor:
+    """Tensors ``(B, H, S, D)`` as copies take them, of the same kind at every call; packed by
+    kernels of the current stream where the first ones did not lie so."""
 
     def __init__(self):
         self._lie_so: bool | None = None
 
-    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         if self._lie_so is None:
             self._lie_so = all(can_be_copied(x.transpose(1, 2)) for x in tensors)
-        return [x.transpose(1, 2) for x in tensors] if self._lie_so else rows_for(tensors)
+        return tensors if self._lie_so else [x.transpose(1, 2) for x in rows_for(tensors)]
 
 
 class _Plain:
@@ -142,16 +146,23 @@ class _Plain:
 
 
 class _Forward:
-    def __init__(self, job: Job, keys: PushedPrefixes, query: Tensor, key: Tensor, value: Tensor):
+    def __init__(
+        self, job: Job, keys: PushedPrefixes, query: Tensor, key: Tensor, value: Tensor,
+        room: Mailbox | None = None,
+    ):  # fmt: skip
         self._backend, self._scale = job.backend, job.scale
         self._box, self._moves, self._own = keys.box, keys.moves, keys.own
+        #: Where what is sent next comes.
+        self._room = room
+        self._opens = (self._box,) if room is None else (self._box, room)
+        self._numbers = self._box.numbers(self._moves, self._opens)
         self._prefixes = prefixes_of(job.geometry, job.rank) if job.geometry.causal else None
         self._lengths = None
         if self._prefixes is not None:
             self._lengths = job.backend.prefix_lengths(query.size(0), self._prefixes, query.device)
         self._dtype = job.backend.output_dtype(query.dtype)
         self._lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        self._rows, self._plain_query = _Rows(), _Plain(query)
+        self._keys, self._plain_query = _TokenMajor(), _Plain(query)
         self._here = on_default_stream(query.device)
 
     @property
@@ -170,13 +181,14 @@ class _Forward:
         self._release(self._box)
         return to_token_major(out, self._dtype), lse.to(self._lse_dtype).contiguous()
 
-    def _bring(self, key: Tensor, value: Tensor, room: Mailbox | None = None) -> None:
-        """The keys, while the ``room`` opens for what is sent next."""
-        box, rows = self._box, self._rows(key, value)
+    def _bring(self, key: Tensor, value: Tensor) -> None:
+        """The keys, while the rooms for them and for what is sent next open."""
+        box, keys = self._box, self._keys(key, value)
         if self._here:
-            box.push_here(rows, self._moves, (box,) if room is None else (box, room))
+            box.push_here(*keys, self._numbers, self._opens)
         else:
-            box.push_rows(rows, self._moves, opens=True, then_wait=True, opens_too=room)
+            rows = [x.transpose(1, 2) for x in keys]
+            box.push_rows(rows, self._moves, opens=True, then_wait=True, opens_too=self._room)
 
     def _release(self, box: Mailbox) -> None:
         if not self._here:
@@ -188,12 +200,13 @@ class _Backward(_Forward):
         self, job: Job, keys: PushedPrefixes, sums: KeyShares, grad_output: Tensor, query: Tensor,
         key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
     ):  # fmt: skip
-        super().__init__(job, keys, query, key, value)
-        self._room, self._sent = sums.box, sums.moves(0, 1)
+        super().__init__(job, keys, query, key, value, sums.box)
+        self._sent = sums.moves(0, 1)
+        self._sent_numbers = sums.box.numbers(self._sent)
         self._arrived, home = sums.coming(), len(sums.own)
         self._places = sums.places(self._arrived)
         self._plain_grad, self._plain_output = _Plain(grad_output), _Plain(output)
-        self._shares, self._add, self._pieces = _Rows(), None, None
+        self._shares, self._add, self._pieces = _TokenMajor(), None, None
         # Of what dK and dV are the sums.
         dks, dvs = ([x[index] for x in self._arrived] for index in (0, 1))
         self._flat = lambda dk, dv: [*(dk,) * home, *dks, *(dv,) * home, *dvs]
@@ -209,7 +222,7 @@ class _Backward(_Forward):
         logsumexp: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         room = self._room
-        self._bring(key, value, room)
+        self._bring(key, value)
         query = self._plain_query(query)
         inputs = (
             self._plain_grad(grad_output), query, *self._own, self._plain_output(output), logsumexp,
@@ -223,9 +236,9 @@ class _Backward(_Forward):
         # What brought the keys waits here until they were read.
         shares = self._shares(dk, dv)
         if self._here:
-            room.push_here(shares, self._sent)
+            room.push_here(*shares, self._sent_numbers)
         else:
-            room.push_rows(shares, self._sent, then_wait=True)
+            room.push_rows([x.transpose(1, 2) for x in shares], self._sent, then_wait=True)
         totals = [
             x.new_empty_strided(*how) for x, how in zip((key, value), self._totals, strict=True)
         ]

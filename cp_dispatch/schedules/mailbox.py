@@ -34,6 +34,8 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.schedules.copy_ops import (
     CURRENT,
     join_streams,
+    numbers_of,
+    push_pair,
     push_rows,
     push_slabs,
     raise_flags,
@@ -58,11 +60,13 @@ class Mailbox:
         self._own = _memory(group, HEADER + size, stream.device)
         self._own[:HEADER].zero_()
         # CUDA loads a kernel at its first launch, and may wait for all streams: not while one of
-        # them waits for a peer. So both kernels copy 16 bytes to where they are.
+        # them waits for a peer. So all copy 16 bytes to where they are: those that raise flags too,
+        # of few copies and of many, and the one that does not.
         here = self._own[HEADER : HEADER + 16].view(1, 1, 16)
-        moves = [0, 0, 1, here.data_ptr(), 16] * 3
-        for where in (CURRENT, self._stream):
-            push_rows([here], self._own, moves, [], [], [], [], where, True, where != CURRENT)
+        move = [0, 0, 1, here.data_ptr(), 16]
+        for where, count in ((CURRENT, 1), (CURRENT, 64), (self._stream, 3)):
+            side = where != CURRENT
+            push_rows([here], self._own, move * count, [], [], [], [], where, True, side)
         self._handle = symmetric_memory.rendezvous(self._own, group.group_name)
         shape = (HEADER + size,)
         self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
@@ -215,24 +219,27 @@ class Mailbox:
         is_own = current_raw_stream(self.device) == self._stream
         return is_own and not torch.cuda.is_current_stream_capturing()
 
+    def numbers(self, moves: list[int], opens: Sequence[Mailbox] = ()) -> Tensor:
+        """Of a call of :meth:`push_here`, which never change."""
+        there, here = self._all
+        raised = [flag for box in opens for flag in box._all[0][_FREE]]
+        return numbers_of(moves, raised, here[_FREE], there[_FULL], here[_FULL])
+
     def push_here(
-        self, sources: Sequence[Tensor], moves: list[int], opens: Sequence[Mailbox] = ()
+        self, first: Tensor, second: Tensor, numbers: Tensor, opens: Sequence[Mailbox] = ()
     ) -> None:
-        """As :meth:`push_rows` and :meth:`wait`, after :meth:`open` of the boxes ``opens``, on the
-        default stream itself, which has to be the current one: no stream waits for another, nor
-        need what came be released. For calls so short that this counts."""
-        flags, there, here = [], *self._all
+        """As :meth:`push_rows` of two tensors ``(B, H, S, D)``, token-major, and :meth:`wait`,
+        after :meth:`open` of the boxes ``opens``, on the default stream itself, which has to be the
+        current one: no stream waits for another, nor need what came be released. For calls so short
+        that this counts; so :meth:`numbers` are found before."""
         for box in (self, *opens):
             if not box._is_quiet:
                 box.wait()
             box._is_ahead = True
         for box in opens:
-            flags += box._all[0][_FREE]
             self._steps.append(box._marks[OPENED])
         self._steps += self._marks[BEGUN], self._marks[ENDED]
-        push_rows(
-            sources, self._own, moves, flags, here[_FREE], there[_FULL], here[_FULL], CURRENT, False
-        )
+        push_pair(first, second, self._own, numbers)
 
     def let_side_follow(self) -> None:
         """Where the current stream is not the default one, let the box's stream wait until that has

@@ -41,7 +41,7 @@ def ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def _can_try() -> bool:
     wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
-    return wanted and symmetric_memory is not None and has_kernel("raise_flags", "cuda")
+    return wanted and symmetric_memory is not None and has_kernel("push_pair", "cuda")
 
 
 def _can_share() -> bool:

@@ -175,10 +175,13 @@ class Box:
             for start, end in zip(starts, ends, strict=True)
         )
 
-    def push_here(self, sources, moves, opens=()) -> None:
+    def numbers(self, moves, opens=()) -> list[int]:
+        return moves
+
+    def push_here(self, first, second, numbers, opens=()) -> None:
         for box in opens:
             box.open()
-        self.push_rows(sources, moves)
+        self.push_rows([x.transpose(1, 2) for x in (first, second)], numbers)
 
     def wait(self) -> None:
         pass

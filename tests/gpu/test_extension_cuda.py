@@ -22,6 +22,7 @@ from cp_dispatch.permute import (
     unpack_sequence,
 )
 from cp_dispatch.permute_ops import sources_of
+from cp_dispatch.schedules.copy_ops import numbers_of, push_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +36,8 @@ DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch
 
 def test_kernels_are_loaded():
     for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials",
-               "sum_parts", "raise_flags", "push_slabs", "push_rows", "join_streams"):  # fmt: skip
+               "sum_parts", "raise_flags", "push_slabs", "push_rows", "push_pair",
+               "join_streams"):  # fmt: skip
         assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
 
 
@@ -597,3 +599,31 @@ def test_streams_join():
         x.add_(1)
     torch.ops.cp_dispatch.join_streams(x, side.cuda_stream, False)
     assert bool((x * 2 == 8).all())
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_push_pair(rows):
+    """Copies and flags of one GPU with itself, of few copies and of many; bad numbers raise."""
+    pair = [randoms(2, rows, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+    heads_first = [x.transpose(1, 2) for x in pair]
+    here = torch.zeros(4096 + sum(x.nbytes for x in pair), dtype=torch.uint8, device="cuda")
+    start, row, moves = here.data_ptr(), pair[0][0, 0].nbytes, []
+    for index, i in itertools.product(range(2), range(rows)):
+        place = start + 4096 + index * pair[0].nbytes + i * row
+        moves += [index, i, 1, place, rows * row]
+    flags = [[start], [start], [start + 4], [start + 4]]
+    numbers = numbers_of(moves, *flags)
+    for _ in range(2):
+        here[4096:].zero_()
+        push_pair(*heads_first, here, numbers)
+        assert torch.equal(here[4096:].view(torch.bfloat16), torch.cat(pair).flatten())
+        assert not here[:4096].any()
+    for bad in (
+        numbers[:-1], numbers[:4], numbers[::2], numbers.int(), numbers.cuda(),
+        numbers_of(moves[:-1], *flags), numbers_of([2, *moves[1:]], *flags),
+        numbers_of([0, rows, *moves[2:]], *flags), numbers_of([0, -1, *moves[2:]], *flags),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError):
+            push_pair(*heads_first, here, bad)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        push_pair(*(x.contiguous() for x in heads_first), here, numbers)

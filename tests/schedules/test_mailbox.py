@@ -1,6 +1,7 @@
 """What the ranks of a mailbox wait for when they make one."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
@@ -109,11 +110,12 @@ def test_steps_are_noted_down(monkeypatch):
     """Of both boxes where a push to one opens the other; of a message in several pushes, once."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: True)
-    for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
+    for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_: None)
     steps: list = []
     box, other = (without_peers(name, steps) for name in ("keys", "gradients"))
     opened, begun, ended = (("keys", step) for step in range(3))
+    here = functools.partial(box.push_here, None, None, None, (box, other))
     for step, noted in (
         (lambda: box.open(), [opened]),
         (lambda: box.push([], []), [begun, ended]),
@@ -121,7 +123,7 @@ def test_steps_are_noted_down(monkeypatch):
         (lambda: box.push_rows([], [], first=False, last=False), []),
         (lambda: box.push_rows([], [], first=False), [ended]),
         (lambda: box.push_rows([], [], opens_too=other), [("gradients", 0), begun, ended]),
-        (lambda: box.push_here([], [], (box, other)), [opened, ("gradients", 0), begun, ended]),
+        (here, [opened, ("gradients", 0), begun, ended]),
     ):
         step()
         assert steps == noted
@@ -136,7 +138,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
-    for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
+    for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def waits() -> bool:
@@ -173,7 +175,7 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
-    for name in ("raise_flags", "push_slabs", "push_rows", "join_streams"):
+    for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def logged(action) -> list[object]:
@@ -182,7 +184,7 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
         return log.copy()
 
     def pushes():
-        box.push_here([], [], (box,))
+        box.push_here(None, None, None, (box,))
 
     ways = [
         (box.open, ["raise_flags"]),
@@ -190,8 +192,8 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
         (lambda: box.pull([], []), ["push_slabs"]),
     ]
     for way, alone in ways:
-        assert logged(pushes) == ["join_streams", "push_rows"], "others' work on the box first"
-        assert logged(pushes) == ["push_rows"]
+        assert logged(pushes) == ["join_streams", "push_pair"], "others' work on the box first"
+        assert logged(pushes) == ["push_pair"]
         assert logged(way) == alone, "in one stream"
         current = 7
         assert logged(way) == alone, "the default stream has told"
