@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 # Torch 2.11 takes grouped heads without being told.
@@ -149,6 +149,9 @@ IMPLEMENTATIONS = {
     "cp_dispatch, head-tail": lambda p: ours(p, lambda p, ranks: HeadTail(p.length, ranks)),
     "cp_dispatch, document head-tail": lambda p: ours(
         p, lambda p, ranks: PerDocumentHeadTail(p.documents, ranks)
+    ),
+    "cp_dispatch, near blocks": lambda p: ours(
+        p, lambda p, ranks: BlockBalanced.from_documents(p.documents, ranks, near=True)
     ),
     "gathered by hand": by_hand,
 }

@@ -77,12 +77,14 @@ class BlockBalanced(Balancer):
 
     @classmethod
     def from_documents(
-        cls, doc_lengths: DocLengths, world_size: int, block_size: int = _DEFAULT_BLOCK_SIZE
-    ) -> BlockBalanced:
+        cls, doc_lengths: DocLengths, world_size: int, block_size: int = _DEFAULT_BLOCK_SIZE,
+        near: bool = False,
+    ) -> BlockBalanced:  # fmt: skip
         """Work per block in (query, key) pairs, causal within documents.
 
         ``doc_lengths`` is that of :class:`~cp_dispatch.layouts.PerDocumentHeadTail`; ``[S]`` is
-        one causal sequence.
+        one causal sequence. ``near`` as above; ranks of packed documents then need few keys of
+        each other.
 
         Raises:
             ContextParallelError: also where ``block_size`` does not divide the sequence.
@@ -98,7 +100,7 @@ class BlockBalanced(Balancer):
             pairs = DocumentPairs(lengths)
             before = [pairs.before(edge) for edge in range(0, length + 1, block_size)]
             work.append([b - a for a, b in itertools.pairwise(before)])
-        return cls(work, world_size, block_size)
+        return cls(work, world_size, block_size, near)
 
     @property
     def blocks(self) -> int:

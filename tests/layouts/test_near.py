@@ -226,7 +226,8 @@ def test_mixes_of_documents():
         for _ in range(8):
             lengths = random_documents(rng, 256 * ROWS * world_size)
             blocks = BlockBalanced.from_documents(lengths, world_size)
-            near = BlockBalanced(blocks.block_work, world_size, ROWS, near=True)
+            near = BlockBalanced.from_documents(lengths, world_size, near=True)
+            assert near.near and near.block_work == blocks.block_work
             assert near.imbalance() <= 1.01
             moved += blocks_moved(owned_by(near), first_keys(lengths))
             before += blocks_moved(swapped(blocks.block_work[0], world_size), first_keys(lengths))

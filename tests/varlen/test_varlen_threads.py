@@ -108,6 +108,8 @@ def test_layouts(ranks, window):
         judge(problem, ranks, layout=HeadTail(48, ranks))
         judge(problem, ranks, layout=PerDocumentHeadTail([list(lengths)], ranks))
         judge(problem, ranks, layout=BlockBalanced([float(i) for i in range(12)], ranks, 4))
+        near = BlockBalanced.from_documents(lengths, ranks, 2, near=True)
+        judge(problem, ranks, layout=near)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
