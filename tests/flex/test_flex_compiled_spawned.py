@@ -293,8 +293,7 @@ def follows_the_setting(env: Env) -> None:
 
 def inductor_groups(env: Env) -> None:
     with in_groups():
-        for kind in ("by head", "documents"):
-            inductor(env, FlexProblem(kind, 250, block=64))
+        inductor(env, FlexProblem("by head", 250, block=64))
 
 
 def inductor(env: Env, problem=None) -> None:
