@@ -19,6 +19,8 @@ from cp_dispatch.layouts import Geometry, Span, Tile, chunk_spans
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.copy_ops import can_be_copied
 
+#: The mailbox where halves come.
+ROOM = "halves"
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 
 
@@ -71,7 +73,7 @@ class HalfSwap:
         self._second: list[Tensor] | None = None
         self._work, self._has_waited = None, at_once
         sizes = [x.nbytes // 2 for x in tensors]
-        self._box = ring.mailbox("halves", sum(map(_aligned, sizes)))
+        self._box = ring.mailbox(ROOM, sum(map(_aligned, sizes)))
         if self.is_alone:
             if self._box is None:
                 nothing = tensors[0].new_empty(0)

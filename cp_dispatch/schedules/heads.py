@@ -31,7 +31,7 @@ from torch import Tensor
 from cp_dispatch.backends.base import repeat_heads
 from cp_dispatch.layouts import Geometry, RowGeometry, Span, laid_out
 from cp_dispatch.merge import token_major
-from cp_dispatch.schedules import alone, head_costs
+from cp_dispatch.schedules import alone, gathered, half_swap, head_costs
 from cp_dispatch.schedules.comm import SubRing
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.head_shares import Segment, Share, grouped, head_shares, true_order
@@ -236,7 +236,7 @@ class _Team:
         stage, tensors = self._stages[number], [x for x, _ in dealt]
         spans = tuple(x.query for x in stage), tuple(x.key for x in stage)
         parts = tuple(Part(x.dtype, x.size(-1), spans[of_key]) for x, of_key in dealt)
-        box, moves = self._mailbox(f"out {keys_rows:d}{number % 2}", True, parts, keys_rows)
+        box, moves = self._mailbox(self._room(number, keys_rows), True, parts, keys_rows)
         if box is not None:
             return PushedOutward(self._ring, box, moves, parts, tensors)
         shape = wire(self._batch, self._lengths[keys_rows], self._rank, parts)
@@ -247,7 +247,7 @@ class _Team:
         parts = tuple(
             Part(self.key_grad_dtype if of_keys else x.dtype, x.size(-1), heads) for x, *_ in pieces
         )
-        box, moves = self._mailbox(f"home {which}{number % 2}", False, parts, of_keys)
+        box, moves = self._mailbox(self._room_home(number, which), False, parts, of_keys)
         if box is not None:
             return PushedHomeward(self._ring, box, moves, parts, pieces)
         shape = wire(self._batch, self._lengths[of_keys], self._rank, parts)
@@ -262,7 +262,21 @@ class _Team:
         if sum(len(rank) for row in runs for rank in row) > MOST_COPIES * ring.world_size:
             return None, None
         moves = moves_of(self._rank, outward, self._batch, self._lengths[of_keys], runs, parts)
-        return ring.mailbox(f"heads {name}", moves.size), moves
+        return ring.mailbox(name, moves.size), moves
+
+    def _room(self, number: int, keys_rows: bool) -> str:
+        """The mailbox of what comes for a stage, of two that take turns. The first is another
+        schedule's too: no call leaves anything there, and a backward may go by another schedule
+        than its forward."""
+        if keys_rows or number % 2:
+            return f"heads {keys_rows:d}{number % 2}"
+        return gathered.ROOM
+
+    def _room_home(self, number: int, which: int) -> str:
+        """The mailbox of what goes home from a stage, likewise."""
+        if which == 0 and len(self._stages) <= 2:
+            return self._room(number, False)  # from which nobody reads any more
+        return half_swap.ROOM if which and number % 2 == 0 else f"heads home {which}{number % 2}"
 
     def _order(self, of_keys: bool):
         """How rows come in true order, for messages that do not put them there."""

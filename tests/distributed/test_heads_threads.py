@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail
-from cp_dispatch.schedules import head_costs
+from cp_dispatch.schedules import head_costs, head_shares
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
@@ -106,6 +106,7 @@ PUSHED = {
     "wide rows": {"dim": 128, "heads": 8, "key_heads": 8},
     "other lengths": {"length": 61, "key_length": 40, "batch": 2},
     "few rows": {"length": 6},
+    "many stages": {"heads": 32, "key_heads": 16},
     "bfloat16": {"dtype": torch.bfloat16, "key_heads": 2, "kind": "head-tail", "length": 256},
 }  # fmt: skip
 
@@ -123,7 +124,15 @@ def test_copy_engines_put_heads_where_kernels_read_them(monkeypatch, case, stage
     if kernel == "cpu_flash" and "key_length" in fields:
         kernel = "math"
     judge(Problem(**fields), 4, "ulysses", kernel, balancer=balancer)
-    assert any("out" in name for name in rooms.used) and any("home" in name for name in rooms.used)
+    names = {"keys", "halves"}
+    stages = head_shares.most_stages(fields["heads"], fields["key_heads"], 4, 4 if staged else 1)
+    if "key_length" in fields:
+        names |= {"heads 10", "heads 11"} if stages > 1 else {"heads 10"}
+    if stages > 1:
+        names |= {"heads 01", "heads home 11"}
+    if stages > 2:  # one goes home while another comes
+        names |= {"heads home 00", "heads home 01"}
+    assert rooms.used == names
 
 
 def test_rows_in_many_places_are_not_pushed(monkeypatch):

@@ -74,6 +74,7 @@ def test_exact_again_and_again(monkeypatch, world_size, heads, key_heads, rooms)
     case.run(world_size, body)
     if found is not None:
         found.assert_all_is_quiet()
+        assert found.used == {"keys", "halves"}, "each is for both schedules"
 
 
 def test_each_moves_what_the_plan_says(monkeypatch):
