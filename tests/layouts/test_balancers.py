@@ -331,7 +331,7 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
         (lambda: BlockBalanced([1, -2], 2), "work of block 1 must be >= 0 and .* got -2"),
         (lambda: BlockBalanced([1, float("nan")], 2), "work of block 1 .* got nan"),
         (lambda: BlockBalanced([1, 2], 2, 0), "block_size must be a positive int, got 0"),
-        (lambda: BlockBalanced.from_documents([100], 2, 64), "100 positions .* block_size=64"),
+        (lambda: BlockBalanced.from_documents([100], 2, 64), "100 positions .* 2 x 64 = 128 "),
         (lambda: from_text('["Zigzag",8,2]'), "is not the text of a balancer, .*BlockBalanced"),
         (lambda: from_text("HeadTail"), "is not the text of a balancer"),
         (lambda: from_text('["HeadTail",8]'), "is not the text of a balancer"),
