@@ -343,6 +343,13 @@ def test_refusals(make, message):
         make()
 
 
+def test_messages_do_not_list_thousands_of_documents():
+    few = PerDocumentHeadTail([8, 4], 2)
+    assert str(few) == repr(few) == "PerDocumentHeadTail(doc_lengths=((8, 4),), world_size=2)"
+    many = PerDocumentHeadTail([[8] * 4000, [16] * 2000], 2)
+    assert str(many) == "PerDocumentHeadTail(6000 documents in 2 batch rows, world_size=2)"
+
+
 def test_refuses_block_masks_that_do_not_fit():
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 500, 500, device="cpu")
     with pytest.raises(ContextParallelError, match="500 query positions .* block size 128"):
