@@ -21,6 +21,10 @@ logger = logging.getLogger("cp_dispatch")
 #: The oldest torch that the kernels load in: that of the stable ABI they were built for.
 REQUIRED_TORCH = "2.10"
 
+#: The CUDA kernel that copy engines cannot do without and that came last: a build that lacks it is
+#: older than the package.
+NEWEST_CUDA_KERNEL = "push_pair"
+
 
 def _load() -> str:
     """Load the extension. Returns "" if it is loaded, else why not."""
@@ -71,14 +75,24 @@ def is_loaded() -> bool:
 
 def why_not_loaded() -> str:
     """The logged reason, "" if nothing is missing."""
-    return _reason or _cuda_reason
+    return _reason or _why_no_cuda()
 
 
 def state() -> str:
     """One line for reports: what is loaded, and why not the rest."""
     if _reason:
         return f"not loaded: {_reason}"
-    return f"loaded, but not its CUDA kernels: {_cuda_reason}" if _cuda_reason else "loaded"
+    reason = _why_no_cuda()
+    return f"loaded; its CUDA kernels: {reason}" if reason else "loaded"
+
+
+def _why_no_cuda() -> str:
+    """Why CUDA kernels are missing; asked when all ops are defined, which is after loading."""
+    if _reason or _cuda_reason or torch.version.cuda is None:
+        return _cuda_reason
+    if kernel_is_registered(f"cp_dispatch::{NEWEST_CUDA_KERNEL}", "CUDA"):
+        return ""
+    return "their build is older than the package, and copy engines are off; install it again"
 
 
 @functools.cache
@@ -93,5 +107,5 @@ def has_kernel(op: str, device_type: str) -> bool:
 @functools.cache
 def _mention_cuda() -> None:
     # Not at import: most who have a torch with CUDA and no GPU need not know.
-    if _cuda_reason:
-        _report("CUDA kernels", _cuda_reason)
+    if reason := _why_no_cuda():
+        _report("CUDA kernels", reason)

@@ -58,7 +58,8 @@ def shares_refusals(layout: Balancer, ring_shape: tuple[int, ...]) -> list[str]:
 def length_refusals(layout: Balancer, lengths: dict[str, int]) -> list[str]:
     """Sharded sequences, by name, of another length than the layout's."""
     return [
-        f"{name} of length {length} is sharded, the layout is {named(layout)}; {IF_NATURAL} (or "
+        f"{name} of length {length} {'are' if ' and ' in name else 'is'} sharded, the layout is "
+        f"{named(layout)}; {IF_NATURAL} (or "
         "was the DTensor made of uneven shards without its global shape and stride?)"
         for name, length in lengths.items()
         if length != layout.seq_len

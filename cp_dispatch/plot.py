@@ -12,7 +12,7 @@ from cp_dispatch.layouts import Balancer, BlockBalanced, HeadTail, PerDocumentHe
 from cp_dispatch.layouts.balancer import max_over_mean, positive_int
 
 MASKS = "causal, full, documents:LENGTH,LENGTH,... or sliding:WINDOW"
-BALANCERS = ("head-tail", "documents", "blocks", "none")
+BALANCERS = ("head-tail", "documents", "blocks", "near-blocks", "none")
 _MOST_PIXELS = 512
 # Told apart by people who see colours differently too; more ranks take turns on a colour map.
 _COLOURS = ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e"]
@@ -81,13 +81,13 @@ def make_balancer(
         return HeadTail(mask.seq_len, world_size)
     if kind == "documents":
         return PerDocumentHeadTail(mask.doc_lengths, world_size)
-    if kind == "blocks":
+    if kind in ("blocks", "near-blocks"):
         if mask.seq_len % block_size:
             raise ContextParallelError(
                 f"{mask.seq_len} positions are not a multiple of --block-size {block_size}"
             )
         work = mask.pairs.view(-1, block_size).sum(1)
-        return BlockBalanced(work, world_size, block_size)
+        return BlockBalanced(work, world_size, block_size, near=kind == "near-blocks")
     if kind == "none":
         return None
     raise ContextParallelError(f"--balancer must be one of {', '.join(BALANCERS)}, got {kind!r}")
@@ -237,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--balancer", default="head-tail", choices=BALANCERS)
     parser.add_argument("--seq-len", type=int, help="default: of the documents, or 4096")
     parser.add_argument("--world-size", type=int, default=8, help="number of ranks (8)")
-    parser.add_argument("--block-size", type=int, default=128, help="of --balancer blocks (128)")
+    parser.add_argument("--block-size", type=int, default=128, help="of (near-)blocks (128)")
     parser.add_argument("-o", "--output", default="layout.png", help="the picture (layout.png)")
 
 

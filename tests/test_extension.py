@@ -220,3 +220,21 @@ def test_permute_in_a_compiled_graph():
     out = compiled(x)
     out.sum().backward()
     assert torch.equal(out, expected) and torch.equal(x.grad, grad)
+
+
+@pytest.mark.skipif(not extension.is_loaded(), reason="no extension")
+def test_cuda_kernels_of_an_older_build_are_mentioned(monkeypatch, caplog):
+    """Without the op that came last copy engines are off: slower, and nobody would know."""
+    registered = set()
+    monkeypatch.setattr(extension, "_cuda_reason", "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(extension, "kernel_is_registered", lambda op, key: op in registered)
+    extension._mention_cuda.cache_clear()
+    try:
+        extension._mention_cuda()
+        assert "older than the package" in caplog.messages[0]
+        assert "install it again" in extension.state() and extension.why_not_loaded()
+        registered.add(f"cp_dispatch::{extension.NEWEST_CUDA_KERNEL}")
+        assert extension.state() == "loaded" and not extension.why_not_loaded()
+    finally:
+        extension._mention_cuda.cache_clear()

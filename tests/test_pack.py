@@ -17,14 +17,9 @@ from cp_dispatch.permute import (
     span_indices,
     unpack_sequence,
 )
+from tests.test_permute import numbered
 
 COPIES = {"op": rows.copy_rows, "twin": rows.copy_rows_eager}
-
-
-def numbered(*shape, dtype=torch.float32):
-    """Different elements, as far as the dtype can tell them apart."""
-    numbers = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
-    return (numbers % 2 == 1) if dtype is torch.bool else (numbers % 120).to(dtype)
 
 
 @pytest.mark.parametrize("length", [None, 3])

@@ -53,7 +53,7 @@ def test_work_per_rank(text, kind):
     natural = [int(part.sum()) for part in dense(mask).chunk(3)]
     assert work_per_rank(mask, None, 3) == natural
     own = {"causal": "head-tail", "documents:9,3,12": "documents"}
-    if kind == "blocks" or kind == own.get(text):
+    if "blocks" in kind or kind == own.get(text):
         assert want == [balancer.work(rank) for rank in range(3)]
 
 
@@ -62,6 +62,7 @@ def test_balancers():
     assert make_balancer("head-tail", mask, 2) == HeadTail(16, 2)
     assert make_balancer("documents", mask, 2) == PerDocumentHeadTail([8, 8], 2)
     assert make_balancer("blocks", mask, 2, 4) == BlockBalanced.from_documents([8, 8], 2, 4)
+    assert make_balancer("near-blocks", mask, 2, 4).near
     assert make_balancer("none", mask, 2) is None
     assert owner_of_rows(parse_mask("causal", 8), HeadTail(8, 2), 2).tolist() == [
         *map(int, "00111100")

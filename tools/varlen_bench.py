@@ -7,7 +7,8 @@ same kernel and the same documents in the same run; "sent" is what the rank that
 others in a forward. Torch has no context parallelism for ``varlen_attn``: "gathered by hand" is
 what users write, an all-gather of all keys and values and one call for this rank's rows, whose
 backward is a reduce-scatter (as Llama 3 was trained, arXiv:2407.21783, section 3.3.2).
-Times are those of ``tools/bench.py``. The JSON goes to ``tools/results/`` unless ``--out`` says
+Times are those of ``tools/bench.py``. Without GPUs it runs our ways alone, which is a try of the
+program and no measurement. The JSON goes to ``tools/results/`` unless ``--out`` says
 otherwise.
 """
 
@@ -172,7 +173,9 @@ def run_point(problem: Problem, args, cuda: bool):
     chosen = {
         name: implementation
         for name, implementation in IMPLEMENTATIONS.items()
-        if not args.only or any(word in name for word in (*args.only, "one device"))
+        if (not args.only or any(word in name for word in (*args.only, "one device")))
+        # Torch has no kernel for plain tensors on CPU.
+        and (cuda or name.startswith("cp_dispatch"))
     }
     return rows(problem, args, cuda, chosen, shape, ("fwd", "fwd+bwd"), f"of {problem.mean}")
 
@@ -184,9 +187,6 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if cuda:
         torch.cuda.set_device(rank)
-    elif not args.only:
-        # Torch has no kernel for plain tensors on CPU.
-        args.only = ["cp_dispatch"]
     mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks,), mesh_dim_names=("cp",))
     torch.manual_seed(rank)
     record = about(cuda) | {"kind": "varlen", "rows": []}

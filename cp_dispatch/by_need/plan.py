@@ -8,8 +8,8 @@ from cp_dispatch.errors import ContextParallelError
 
 
 class PlanByNeed:
-    """A mixin of plans with ``handler``, ``ring_shape``, ``rows_sent``, ``key_row_bytes``,
-    ``reasons`` and ``call``."""
+    """A mixin of plans with ``handler``, ``schedule``, ``layout``, ``ring_shape``, ``rows_sent``,
+    ``key_row_bytes``, ``reasons`` and ``call``."""
 
     @property
     def world_size(self) -> int:
@@ -38,6 +38,15 @@ class PlanByNeed:
     @property
     def _why(self) -> list[str]:
         return [f"  - {reason}" for reason in self.reasons]
+
+    def _head(self, function: str) -> list[str]:
+        """What is handled how, and in which order the shards lie."""
+        lines = [
+            f"handled by cp_dispatch: {function}, {self.schedule} over {self.world_size} ranks"
+        ]
+        if self.layout is not None:
+            lines.append(f"  in the layout of {self.layout.explain().splitlines()[0]}")
+        return [*lines, *self._given]
 
     def _words_of_others(self, function: str) -> str | None:
         """The plan in words where cp_dispatch does not handle the call."""

@@ -91,12 +91,7 @@ class FlexPlan(PlanByNeed):
         words = self._words_of_others("flex_attention")
         if words is not None:
             return words
-        lines = [
-            f"handled by cp_dispatch: flex_attention, {self.schedule} over {self.world_size} ranks"
-        ]
-        if self.layout is not None:
-            lines.append(f"  in the layout of {self.layout.explain().splitlines()[0]}")
-        lines += self._given
+        lines = self._head("flex_attention")
         mib = 2**20
         if self.rows_sent is not None:
             lines += [

@@ -5,6 +5,10 @@ does are a few launches. What these take is the same each time but for the memor
 kept as numbers, indices of the exchange, and parts of rooms, which never move. Then a call is some
 ten calls of torch, which is all that a host has time for beside short kernels.
 
+A *way* is that of one op. ``keep_keys`` and ``keep_gradients`` go through the op once on stand-ins
+without memory, and note down its views of them; ``run`` makes the same views of a call's tensors,
+``given`` in the same order.
+
 A way lives as long as the views of its room (``Mailbox.views``); the exchange of a mask finds it
 without being held up, or holding up a room that another one replaced.
 """
@@ -12,7 +16,7 @@ without being held up, or holding up a room that another one replaced.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
 from cp_dispatch.flex.rows import copies
+from cp_dispatch.flex.sums import RowSums
 from cp_dispatch.parts import way_to_add
 from cp_dispatch.rows import copy_rows, sum_rows
 
@@ -34,6 +39,10 @@ LONG_COPY = 2**26
 
 #: The number of a tensor among those of a call, then size, strides and offset of a view of it.
 View = tuple[int, tuple[int, ...], tuple[int, ...], int]
+#: Views, or parts of rooms as they are.
+Views = list[View | Tensor]
+#: Arguments of :func:`copy_rows`: views that are written to, views that are read, and the rest.
+Copies = list[tuple[Views, Views, Tensor | None, list[int], bool]]
 
 
 class _Way:
@@ -77,7 +86,15 @@ def _kind(group, tensors: Sequence[Tensor]) -> tuple:
 
 
 class KeysWay(_Way):
-    """What ``flex_bring`` does."""
+    """What ``flex_bring`` does; views of key, value, buffer, and packed rows if there are some."""
+
+    shape: tuple[int, ...]  # of the buffer
+    packed: tuple[int, ...]  # of the rows of others, where a kernel puts them in place; else empty
+    first: Copies  # until others may read this rank's room
+    meanwhile: Copies  # while theirs come
+    last: Copies  # once they are there
+    there: list[Tensor]  # what is read in others' rooms
+    places: Views  # where that goes
 
     def run(self, box, key: Tensor, value: Tensor, fill: bool) -> Tensor:
         """The buffer, as :meth:`PulledKeys.bring` fills it."""
@@ -89,7 +106,7 @@ class KeysWay(_Way):
         box.wait_for_readers()
         _copy(self.first, given)
         now = not self.meanwhile
-        box.pull(_seen(self.places, given), self.there, then_wait=now)
+        box.pull(_made(self.places, given), self.there, then_wait=now)
         if not now:
             _copy(self.meanwhile, given)
             box.wait()
@@ -103,7 +120,7 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     if exchange.keys.lanes > 1 or 0 in (key.numel(), value.numel()):
         return
     way = KeysWay(group, carrier.box)
-    given = [_like(x) for x in (key, value, buffer)]
+    given = [_stand_in(x) for x in (key, value, buffer)]
     packed = carrier.packed(given[2])
     room, way.there, places = carrier.views_for(given[2], packed)
     offered, own = exchange.offer(room, given[:2]), exchange.own_places(*given)
@@ -112,17 +129,31 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     given += [] if packed is None else [packed]
     way.shape, way.packed = tuple(buffer.shape), () if packed is None else tuple(packed.shape)
     if key.nbytes + value.nbytes < LONG_COPY:
-        found, first = _copies([*offered, *own], given), max(1, len(copies(offered)))
+        found, first = _noted_copies([*offered, *own], given), max(1, len(copies(offered)))
         way.first, way.meanwhile = found[:first], found[first:]
     else:  # own rows, for which nobody else waits, while those of others come
-        way.first, way.meanwhile = _copies(offered, given), _copies(own, given)
-    way.last = [] if packed is None else _copies(exchange.unpacked(packed, given[2]), given)
-    way.places = _views(places, given)
+        way.first, way.meanwhile = _noted_copies(offered, given), _noted_copies(own, given)
+    way.last = [] if packed is None else _noted_copies(exchange.unpacked(packed, given[2]), given)
+    way.places = _noted(places, given)
     _keep(way, exchange, key, value)
 
 
 class GradientsWay(_Way):
-    """What ``flex_bring_back`` does."""
+    """What ``flex_bring_back`` does; views of the kernel's dK and dV, of what came from others, and
+    of the sums, dK and dV of this rank's keys."""
+
+    room: Tensor  # this rank's
+    there: list[Tensor]  # what is read in others' rooms
+    shapes: list[tuple[int, ...]]  # of what comes: a tensor from each rank, or all rows in one
+    staged: Copies  # shares for others to this rank's room
+    own: Copies  # shares of own rows, beside what comes
+    parts: Views  # of what the sums are made
+    by_row: RowSums | None  # None: the parts are added in pieces
+    add: Callable  # of parts, pieces and sums
+    pieces: list[int]
+    # Row by row:
+    places: Views  # where what comes goes
+    sums: Views  # dK and dV
 
     def run(self, box, grad_key: Tensor, grad_value: Tensor, key, value) -> tuple[Tensor, Tensor]:
         """dK and dV, as :meth:`PulledGradients.bring_back` sums them."""
@@ -131,17 +162,17 @@ class GradientsWay(_Way):
         came = [self.room.new_empty(shape) for shape in self.shapes]
         given = grad_key, grad_value, *came, *grads
         _copy(self.staged, given)
-        places = came if self.by_row is None else _seen(self.places, given)
+        places = came if self.by_row is None else _made(self.places, given)
         now = not self.own
         box.pull(places, self.there, then_wait=now)
         if not now:
             _copy(self.own, given)
             box.wait()
-        parts = _seen(self.parts, given)
+        parts = _made(self.parts, given)
         if self.by_row is None:
             self.add(parts, self.pieces, grads)
         else:
-            sum_rows(_seen(self.sums, given), parts, self.by_row.order, self.by_row.offsets, [0, 0])
+            sum_rows(_made(self.sums, given), parts, self.by_row.order, self.by_row.offsets, [0, 0])
         return grads
 
 
@@ -151,7 +182,7 @@ def keep_gradients(
     """As :func:`keep_keys`; ``grads`` are those that the carrier wrote to."""
     way = GradientsWay(group, carrier.box)
     way.room, there = carrier.views
-    of_keys, sums = [_like(grad_key), _like(grad_value)], [_like(x) for x in grads]
+    of_keys, sums = [_stand_in(grad_key), _stand_in(grad_value)], [_stand_in(x) for x in grads]
     pairs = carrier.shares_of(*of_keys)
     if not _alike([*pairs, *zip(of_keys, grads, strict=True)]):
         return
@@ -160,7 +191,7 @@ def keep_gradients(
     way.there = [rows for rows in there if rows.numel()]
     own: Pairs = []
     if way.by_row is None:
-        came, places = [_like(rows) for rows in there], []
+        came, places = [_stand_in(rows) for rows in there], []
         filled = [rows for rows in came if rows.numel()]
         flat = [part for parts in carrier.parts(*of_keys, grads, came) for part in parts]
         way.add, way.pieces = way_to_add(flat, grads, exchange.sums.places)
@@ -172,14 +203,14 @@ def keep_gradients(
         into, flat = carrier.rows_of(sums, gathered)
     given = [*of_keys, *filled, *sums]
     way.shapes = [tuple(rows.shape) for rows in filled]
-    way.staged, way.own = _copies(pairs, given), _copies(own, given)
-    way.places, way.parts = _views(places, given), _views(flat, given)
-    way.sums = [] if way.by_row is None else _views(into, given)
+    way.staged, way.own = _noted_copies(pairs, given), _noted_copies(own, given)
+    way.places, way.parts = _noted(places, given), _noted(flat, given)
+    way.sums = [] if way.by_row is None else _noted(into, given)
     _keep(way, exchange, grad_key, grad_value, key, value)
 
 
-def _like(x: Tensor) -> Tensor:
-    """A stand-in with memory of its own, which is none."""
+def _stand_in(x: Tensor) -> Tensor:
+    """A tensor like another, with memory of its own, which is none."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
@@ -187,21 +218,21 @@ def _alike(pairs) -> bool:
     return all(a.dtype is b.dtype for a, b in pairs)
 
 
-def _copies(pairs: Pairs, given: Sequence[Tensor]) -> list[tuple]:
-    """What :func:`_copy` takes."""
+def _noted_copies(pairs: Pairs, given: Sequence[Tensor]) -> Copies:
+    """What :func:`_copy` takes for pairs of views of stand-ins."""
     found = []
     for targets, sources, index, scatter in copies(pairs):
-        views = _views(targets, given), _views(sources, given)
+        views = _noted(targets, given), _noted(sources, given)
         found.append((*views, index, [0] * len(targets), scatter))
     return found
 
 
-def _copy(kept: list[tuple], given: Sequence[Tensor]) -> None:
+def _copy(kept: Copies, given: Sequence[Tensor]) -> None:
     for targets, sources, index, dims, scatter in kept:
-        copy_rows(_seen(targets, given), _seen(sources, given), index, dims, scatter)
+        copy_rows(_made(targets, given), _made(sources, given), index, dims, scatter)
 
 
-def _views(tensors, given: Sequence[Tensor]) -> list[View | Tensor]:
+def _noted(tensors, given: Sequence[Tensor]) -> Views:
     """Views of stand-ins as numbers; what is no view of one never moves."""
     storages = [x.untyped_storage() for x in given]
     numbers = {id(x): i for i, x in enumerate(storages)}
@@ -212,7 +243,7 @@ def _views(tensors, given: Sequence[Tensor]) -> list[View | Tensor]:
     return found
 
 
-def _seen(views: list[View | Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def _made(views: Views, given: Sequence[Tensor]) -> list[Tensor]:
     """The same views of what stands there now."""
     return [
         view if isinstance(view, Tensor) else view_of(given[view[0]], view[1], view[2], view[3])

@@ -92,8 +92,11 @@ class BlockBalanced(Balancer):
         rows = document_rows(doc_lengths)
         length, block_size = sum(rows[0]), positive_int(block_size, "block_size")
         if length % block_size:
+            each = positive_int(world_size, "world_size") * block_size
             raise ContextParallelError(
-                f"{length} positions are not a multiple of block_size={block_size}"
+                f"{length} positions are no whole blocks of {block_size}. Make the sequence a "
+                f"multiple of {world_size} x {block_size} = {each} positions long, by a last "
+                "document of padding, or use smaller blocks"
             )
         work = []
         for lengths in rows:

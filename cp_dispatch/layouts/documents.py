@@ -52,6 +52,14 @@ class PerDocumentHeadTail(Balancer):
         object.__setattr__(self, "doc_lengths", document_rows(self.doc_lengths))
         object.__setattr__(self, "world_size", positive_int(self.world_size, "world_size"))
 
+    def __str__(self) -> str:
+        """As messages name it: of documents there may be thousands."""
+        count = sum(map(len, self.doc_lengths))
+        if count <= 8:
+            return repr(self)
+        rows = f" in {self.rows} batch rows" if self.rows > 1 else ""
+        return f"PerDocumentHeadTail({count} documents{rows}, world_size={self.world_size})"
+
     @property
     def rows(self) -> int:
         """1 if all rows of the batch have the same documents, else the batch size."""

@@ -25,40 +25,47 @@ class NearKeys:
     """The guess for one sequence: block i needs the blocks ``first[i]`` to ``last[i]``."""
 
     def __init__(self, work: Sequence[float]):
+        self._work = work
         unit, counted = _key_block(work)
-        blocks = range(len(work))
         #: What a key block adds to the work of a query block.
         self.unit = unit
-        # Where pairs are counted and not blocks, a document's last rows may be few in a block.
-        shared: set[int] = set()
-        for i in blocks[1:]:
-            falls = not counted and work[i] < work[i - 1] and i - 1 not in shared
-            if falls and 2 * work[i] > _FIRST_PAIRS * unit:
-                shared.add(i)
+        blocks = range(len(work))
+        # Blocks that end one document and begin another. Where work counts key blocks and not
+        # pairs, these look like any other's.
+        self._shared = set() if counted else _shared_blocks(work, unit)
         edges = {i for i in blocks[1:] if not 0 <= work[i] - work[i - 1] <= unit}
-        starts = sorted({0, *(i + (i in shared) for i in edges)} - {len(work)})
-        self.documents: Runs = tuple(itertools.pairwise([*starts, len(work)]))
+        # The document that begins in a shared block has that one before its first of its own.
+        starts = {0, *(i + (i in self._shared) for i in edges)} - {len(work)}
         self._starts = frozenset(starts)
+        self.documents: Runs = tuple(itertools.pairwise([*sorted(starts), len(work)]))
         self.first: list[int] = []
         self.last: list[int] = []
-        for at, (start, stop) in enumerate(self.documents):
-            for block in range(start, stop):
-                # Of numbers that differ too much for floats there is no quotient.
-                few = work[block] < unit * len(work)
-                count = max(math.ceil(work[block] / unit), 1) if few else len(work)
-                # Documents may share a block with their neighbours.
-                low, high = start - 1, stop + 1
-                if count > high - low:  # it is such a block, with rows that attend whole documents
-                    low = self.documents[max(at - 1, 0)][0] - 1
-                    high = self.documents[min(at + 1, len(self.documents) - 1)][1] + 1
-                first = max(block - count + 1, low, 0)
-                if block in shared:
-                    first = min(first, self.first[-1])
-                self.first.append(first)
-                self.last.append(max(block, min(first + count, high, len(work)) - 1))
+        for at in range(len(self.documents)):
+            self._guess(at)
         reach = [0, *itertools.accumulate(self.last, max)]
         #: Keys that travel where block i and the one before it go to different ranks.
         self.cut = [i - self.first[i] + max(reach[i] - i + 1, 0) if i else 0 for i in blocks]
+
+    def _guess(self, at: int) -> None:
+        """``first`` and ``last`` of a document's blocks: as many key blocks as the work says, those
+        before the block, and what is left behind it; none of them far outside of the document."""
+        documents, size = self.documents, len(self._work)
+        start, stop = documents[at]
+        before, after = documents[max(at - 1, 0)], documents[min(at + 1, len(documents) - 1)]
+        for block in range(start, stop):
+            work = self._work[block]
+            # Of numbers that differ too much for floats there is no quotient.
+            is_few = work < self.unit * size
+            count = max(math.ceil(work / self.unit), 1) if is_few else size
+            # Documents may share a block with their neighbours.
+            low, high = start - 1, stop + 1
+            if count > high - low:  # it is such a block, with rows that attend whole documents
+                low, high = before[0] - 1, after[1] + 1
+            first = max(block - count + 1, low, 0)
+            if block in self._shared:
+                first = min(first, self.first[-1])
+            self.first.append(first)
+            self.last.append(max(block, min(first + count, high, size) - 1))
 
     def join(self, runs: Iterable[tuple[int, int]]) -> Runs:
         """Ascending, and those that touch within a document as one."""
@@ -110,6 +117,17 @@ class Traffic:
 
     def _count(self, taker: int, owner: int) -> int:
         return (self._need[taker] & self._own[owner]).bit_count() if taker != owner else 0
+
+
+def _shared_blocks(work: Sequence[float], unit: float) -> set[int]:
+    """Blocks with a document's last rows, which may be few, and the first ones of the next: work
+    falls, and is more than that of first rows alone."""
+    shared: set[int] = set()
+    for i in range(1, len(work)):
+        falls = work[i] < work[i - 1] and i - 1 not in shared
+        if falls and 2 * work[i] > _FIRST_PAIRS * unit:
+            shared.add(i)
+    return shared
 
 
 def _key_block(work: Sequence[float]) -> tuple[float, bool]:

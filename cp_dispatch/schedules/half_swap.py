@@ -70,31 +70,41 @@ class HalfSwap:
         self._start = gives * self.half
         #: The middle one of an odd number of ranks keeps both halves.
         self.is_alone = self._peer == ring.rank
-        self._second: list[Tensor] | None = None
-        self._work, self._has_waited = None, at_once
-        sizes = [x.nbytes // 2 for x in tensors]
-        self._box = ring.mailbox(ROOM, sum(map(_aligned, sizes)))
-        if self.is_alone:
-            if self._box is None:
-                nothing = tensors[0].new_empty(0)
-                ring.exchange(ring.rank, nothing, nothing).wait()
-            return
-        if self._box is None:
-            message = [tensors[0].new_empty(sum(map(_aligned, sizes)), dtype=torch.uint8)
-                       for _ in range(2)]  # fmt: skip
-            send, self._received = (_views(x, tensors) for x in message)
-            for view, x in zip(send, tensors, strict=True):
-                view.copy_(self.given(x))
-            self._work = ring.exchange(self._peer, *message)
-            return
-        sources, firsts = zip(*map(self._source, tensors), strict=True)
-        place = "swap", firsts, *((x.shape, x.dtype) for x in tensors)
+        # The mirror's halves, and what to wait for before they are here.
+        self._received: list[Tensor] = []
+        self._coming = None
+        self._bytes = [x.nbytes // 2 for x in tensors]
+        # Made by all ranks together, so by the middle one too.
+        self._box = ring.mailbox(ROOM, sum(map(_aligned, self._bytes)))
+        if self._box is not None:
+            if not self.is_alone:
+                self._push(at_once)
+        elif self.is_alone:
+            nothing = tensors[0].new_empty(0)
+            ring.exchange(ring.rank, nothing, nothing).wait()
+        else:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """By a collective, in one message."""
+        size = sum(map(_aligned, self._bytes))
+        message = [self._tensors[0].new_empty(size, dtype=torch.uint8) for _ in range(2)]
+        send, self._received = (_views(x, self._tensors) for x in message)
+        for view, x in zip(send, self._tensors, strict=True):
+            view.copy_(self.given(x))
+        self._coming = self._ring.exchange(self._peer, *message)
+
+    def _push(self, at_once: bool) -> None:
+        """By copy engines, to the mirror's room."""
+        sources, firsts = zip(*map(self._source, self._tensors), strict=True)
+        place = "swap", firsts, *((x.shape, x.dtype) for x in self._tensors)
         found = self._box.views.get(place)
         if found is None:
             self._box.forget_many()
-            found = self._box.views[place] = self._places(sizes, firsts)
+            found = self._box.views[place] = self._places(firsts)
         moves, self._received = found
         self._box.push_rows(sources, moves, opens=True, peers=(self._peer,), then_wait=at_once)
+        self._coming = None if at_once else self._box
 
     def given(self, x: Tensor) -> Tensor:
         """The half of a tensor that goes to the mirror."""
@@ -110,11 +120,10 @@ class HalfSwap:
             return rows.narrow(1, self._start, self.half).contiguous(), 0
         return self.given(x).contiguous(), 0
 
-    def _places(
-        self, sizes: Sequence[int], firsts: Sequence[int]
-    ) -> tuple[list[int], list[Tensor]]:
+    def _places(self, firsts: Sequence[int]) -> tuple[list[int], list[Tensor]]:
+        """Moves to the mirror's room, and views of what comes to this one."""
         box, moves, offset = self._box, [], 0
-        for index, (x, size) in enumerate(zip(self._tensors, sizes, strict=True)):
+        for index, (x, size) in enumerate(zip(self._tensors, self._bytes, strict=True)):
             rows, stride = self.half if x.dim() == 4 else x.size(1), size // max(1, x.size(0))
             moves += box.move(index, firsts[index], rows, self._peer, offset, stride)
             offset += _aligned(size)
@@ -127,15 +136,13 @@ class HalfSwap:
         return [Halves(x, self, index) for index, x in enumerate(self._tensors)]
 
     def wait(self) -> list[Tensor]:
-        """The mirror's halves."""
-        if self._second is None:
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
-            elif not self.is_alone and not self._has_waited:
-                self._box.wait()
-            self._second = list(map(self.given, self._tensors)) if self.is_alone else self._received
-        return self._second
+        """The mirror's halves; where that is this rank, its own."""
+        if self.is_alone:
+            return [self.given(x) for x in self._tensors]
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        return self._received
 
     def release(self) -> None:
         """Nothing reads the mirror's halves any more."""

@@ -23,7 +23,7 @@ note down which steps a call has done, so that one that fails gets to its end (:
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableSequence, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,16 @@ from cp_dispatch.schedules.copy_ops import (
 
 #: Bytes of the flags, ahead of the room; the last four count blocks of a kernel.
 HEADER = 4096
+
+
+class _Flags(NamedTuple):
+    """Addresses of the two kinds of flags, one of each for each rank."""
+
+    free: list[int]
+    full: list[int]
+
+    def of(self, ranks: Sequence[int]) -> _Flags:
+        return _Flags(*([addresses[rank] for rank in ranks] for addresses in self))
 
 
 class Mailbox:
@@ -71,12 +81,17 @@ class Mailbox:
         shape = (HEADER + size,)
         self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
         self._peers = tuple(rank for rank in ranks if rank != self._rank)
-        # Addresses, by kind: flags of this rank at its peers, and of the peers here.
         starts = [memory.data_ptr() for memory in self._memory]
-        self._there = [[start + 4 * (kind * len(ranks) + self._rank) for start in starts]
-                       for kind in (_FREE, _FULL)]  # fmt: skip
-        self._here = [[starts[self._rank] + 4 * (kind * len(ranks) + rank) for rank in ranks]
-                      for kind in (_FREE, _FULL)]  # fmt: skip
+
+        def flag(room: int, kind: int, writer: int) -> int:
+            return starts[room] + 4 * (kind * len(ranks) + writer)
+
+        # Those of this rank in the rooms of others, which it raises, and of others in its own.
+        self._there = _Flags(*([flag(rank, kind, self._rank) for rank in ranks] for kind in (0, 1)))
+        self._here = _Flags(*([flag(self._rank, kind, rank) for rank in ranks] for kind in (0, 1)))
+        # Of all peers, as most calls take them.
+        self._all = self._there.of(self._peers), self._here.of(self._peers)
+        #: Whether a CUDA graph has captured what was done here.
         self.is_in_a_graph = False
         # Whether the default stream has waited for all that was queued here.
         self._is_quiet = False
@@ -89,9 +104,6 @@ class Mailbox:
         #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
         #: place, nobody freed it.
         self.is_current = True
-        # Of all peers, as most calls take them.
-        self._all = [[_of(flags, self._peers) for flags in kinds]
-                     for kinds in (self._there, self._here)]  # fmt: skip
         #: For views of the rooms that a user makes at each call: they never move.
         self.views: dict[Hashable, Any] = {}
 
@@ -112,15 +124,23 @@ class Mailbox:
         if len(self.views) >= most:
             self.views.clear()
 
-    def open(self, peers: Sequence[int] | None = None) -> None:
-        """Tell the peers (all, or those given) that they may write here."""
+    def _flags(self, peers: Sequence[int] | None) -> tuple[_Flags, _Flags]:
+        """Of all peers or those given: flags of this rank there, and theirs here."""
+        return self._all if peers is None else (self._there.of(peers), self._here.of(peers))
+
+    def _begin(self) -> None:
+        """Before the first flag of a step is raised."""
         if torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         self._is_quiet = False
         self.let_side_follow()
+
+    def open(self, peers: Sequence[int] | None = None) -> None:
+        """Tell the peers (all, or those given) that they may write here."""
+        self._begin()
         self._steps.append(self._marks[OPENED])
-        flags = self._there[_FREE]
-        raise_flags(self._own, _of(flags, self._peers if peers is None else peers), self._stream)
+        there, _ = self._flags(peers)
+        raise_flags(self._own, there.free, self._stream)
 
     def push(
         self,
@@ -136,13 +156,12 @@ class Mailbox:
         ``sources`` come from :func:`~cp_dispatch.schedules.copy_ops.rows_for`. If they were ready
         at :meth:`open`, the copies do not wait for what the current stream has got to do since.
         """
-        peers = self._peers if peers is None else peers
-        coming = peers if coming is None else coming
+        there, here = self._flags(peers)
+        taken = here.full if coming is None else self._here.of(coming).full
         self._is_quiet = False
         self._steps.extend(self._marks[BEGUN:])
         push_slabs(
-            targets, sources, self._own, (), _of(self._here[_FREE], peers),
-            _of(self._there[_FULL], peers), _of(self._here[_FULL], coming), self._stream,
+            targets, sources, self._own, (), here.free, there.full, taken, self._stream,
             not ready_at_open,
         )  # fmt: skip
         # Another stream reads memory that the current one would give away once it is freed.
@@ -164,18 +183,14 @@ class Mailbox:
         gave, one after the other. ``opens``: the call is :meth:`open` too, also of another box of
         the same ranks and stream. Of several pushes the ``first`` waits for the rooms, the ``last``
         tells that they are full. ``then_wait``: the call is :meth:`wait` too."""
-        there, here = self._all
-        if peers is not None:
-            there, here = ([_of(flags, peers) for flags in x] for x in (self._there, self._here))
+        there, here = self._flags(peers)
+        raise_first: list[int] = []
         if opens:
-            if torch.cuda.is_current_stream_capturing():
-                self.is_in_a_graph = True
-            self.let_side_follow()
-        raise_first = there[_FREE] if opens else ()
+            self._begin()
+            raise_first += there.free
         if opens_too is not None:
-            raise_first = [*raise_first, *opens_too._all[0][_FREE]]
-            opens_too._is_quiet = False
-            opens_too.let_side_follow()
+            opens_too._begin()
+            raise_first += opens_too._all[0].free
             self._steps.append(opens_too._marks[OPENED])
         if opens:
             self._steps.append(self._marks[OPENED])
@@ -184,8 +199,8 @@ class Mailbox:
         if last:
             self._steps.append(self._marks[ENDED])
         push_rows(
-            sources, self._own, moves, raise_first, here[_FREE] if first else (),
-            there[_FULL] if last else (), here[_FULL] if last else (), self._stream,
+            sources, self._own, moves, raise_first, here.free if first else (),
+            there.full if last else (), here.full if last else (), self._stream,
             not ready_at_open, then_wait,
         )  # fmt: skip
         self._reading = None if then_wait else sources
@@ -200,13 +215,11 @@ class Mailbox:
         """Offer one's own room, which is full, and start copying from those of all peers: the flags
         the other way round, "free" that a room can be read and "full" that it was. Ends once all
         have read this one. ``then_wait``: the call is :meth:`wait` too."""
-        if torch.cuda.is_current_stream_capturing():
-            self.is_in_a_graph = True
-        self.let_side_follow()
+        self._begin()
         there, here = self._all
         self.pulls += 1
         push_slabs(
-            targets, sources, self._own, there[_FREE], here[_FREE], there[_FULL], here[_FULL],
+            targets, sources, self._own, there.free, here.free, there.full, here.full,
             self._stream, True, then_wait,
         )  # fmt: skip
         self._is_quiet = then_wait and on_default_stream(self.device)
@@ -222,8 +235,8 @@ class Mailbox:
     def numbers(self, moves: list[int], opens: Sequence[Mailbox] = ()) -> Tensor:
         """Of a call of :meth:`push_here`, which never change."""
         there, here = self._all
-        raised = [flag for box in opens for flag in box._all[0][_FREE]]
-        return numbers_of(moves, raised, here[_FREE], there[_FULL], here[_FULL])
+        raised = [flag for box in opens for flag in box._all[0].free]
+        return numbers_of(moves, raised, here.free, there.full, here.full)
 
     def push_here(
         self, first: Tensor, second: Tensor, numbers: Tensor, opens: Sequence[Mailbox] = ()
@@ -290,7 +303,6 @@ class Mailbox:
         join_streams(self._own, self._stream, True)
 
 
-_FREE, _FULL = 0, 1
 #: What a call has done with a box, as boxes note down: told that others may write here, taken their
 #: word that they let this rank write, told that it has and taken theirs.
 OPENED, BEGUN, ENDED = range(3)
@@ -325,7 +337,3 @@ def _memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor
 def on_default_stream(device: torch.device) -> bool:
     """Whether the current stream is CUDA's own, which nobody destroys or captures."""
     return current_raw_stream(device) == 0
-
-
-def _of(flags: list[int], ranks: Sequence[int]) -> list[int]:
-    return [flags[rank] for rank in ranks]

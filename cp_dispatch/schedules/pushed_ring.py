@@ -31,12 +31,13 @@ from cp_dispatch.schedules.pair import Pair
 
 
 class _Hops:
-    """Whom a rank sends to and hears from at each hop."""
+    """Whom a rank sends to and hears from at each hop, and where in the rooms: they hold two
+    ``pair``s of the longest shard, which hops take by turns."""
 
-    def __init__(self, job: Job, box: Mailbox):
-        self.geometry, self.rank, self.box = job.geometry, job.rank, box
+    def __init__(self, job: Job, box: Mailbox, pair: Pair):
+        self.geometry, self.rank, self.box, self._pair = job.geometry, job.rank, box, pair
         self.world_size = job.geometry.world_size
-        self.longest = max(map(self.geometry.key_length, range(self.world_size)))
+        self._longest = max(map(self.geometry.key_length, range(self.world_size)))
         self.hop = 0
 
     def before(self, hop: int) -> int:
@@ -48,15 +49,25 @@ class _Hops:
     def sees(self, rank: int, owner: int) -> bool:
         return bool(self.geometry.tiles(rank, owner))
 
+    def room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:
+        """Views ``(B, H, length, D)`` of what comes to a rank at a hop."""
+        size = self._pair.numel(self._longest)
+        offset = hop % 2 * size * self._pair.dtype.itemsize
+        return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)
+
+
+def _rows(views: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Views of a room as copies take them."""
+    return [x.transpose(1, 2) for x in views]
+
 
 class PushedShards(_Hops):
     """As :class:`~cp_dispatch.schedules.ring.TravellingKeys`."""
 
     def __init__(self, key: Tensor, value: Tensor, job: Job, box: Mailbox):
-        super().__init__(job, box)
+        super().__init__(job, box, Pair(key, value))
         self.key, self.value = key, value
         self._own = rows_for((key, value))
-        self._pair = Pair(key, value)
 
     @contextlib.contextmanager
     def moving_on(self):
@@ -71,20 +82,15 @@ class PushedShards(_Hops):
         yield
         if going or coming:
             own = self.geometry.key_length(self.rank)
-            targets = [x.transpose(1, 2) for x in self._room(reader, own)] if going else []
+            targets = _rows(self.room(reader, self.hop, own)) if going else []
             sources = self._own if going else []
             self.box.push(targets, sources, going, coming, ready_at_open=True)
             self.box.wait()
         if coming:
-            self.key, self.value = self._room(self.rank, self.geometry.key_length(owner))
+            length = self.geometry.key_length(owner)
+            self.key, self.value = self.room(self.rank, self.hop, length)
         if last:
             self.box.release()
-
-    def _room(self, rank: int, length: int) -> tuple[Tensor, Tensor]:
-        """Key and value views of what is at hand at the next hop on a rank."""
-        size = self._pair.numel(self.longest)
-        offset = self.hop % 2 * size * self._pair.dtype.itemsize
-        return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,17 +111,23 @@ def shares_overlap(geometry: Geometry | RowGeometry) -> bool:
 
 
 class ReturnedShares(_Hops):
-    """As :class:`~cp_dispatch.schedules.gradients.TravellingGradient`."""
+    """As :class:`~cp_dispatch.schedules.gradients.TravellingGradient`. At each hop::
+
+        add        add what came at the last one to the sum, and take this hop's shares
+        pass_on    send them to the keys' owner; open the room for what comes at the next one
+
+    What a rank sends an owner is one *window* of its keys: that of a single tile, or all of them.
+    """
 
     def __init__(self, key: Tensor, value: Tensor, job: Job, box: Mailbox, dtype):
-        super().__init__(job, box)
+        super().__init__(job, box, Pair(key, value, dtype))
         self._key, self._value, self._job = key, value, job
-        self._pair = Pair(key, value, dtype)
-        self._total = Pair(key, value, wide_dtype(key.dtype))
-        self._own = self.geometry.key_length(self.rank)
-        self._sum = self._total.views(self._total.buffer(self._own), self._own)
+        total, own = Pair(key, value, wide_dtype(key.dtype)), self.geometry.key_length(self.rank)
+        self._sum = total.views(total.buffer(own), own)
         self._is_empty = True
-        self._arrived: tuple[Tensor, Tensor, int] | None = None
+        self._shares: list[KeyShare] = []
+        self._arrived: KeyShare | None = None
+        self._must_wait = False
         self._open(1)
 
     def add(self, shares: list[KeyShare]) -> None:
@@ -126,32 +138,24 @@ class ReturnedShares(_Hops):
     def pass_on(self) -> None:
         """Start sending this hop's shares to the keys' owner, while that of another comes."""
         hop, shares, self._shares = self.hop, self._shares, []
+        self.hop = hop + 1
         if hop == 0:
             self._add(shares)
-            self.hop = 1
             return
-        going, coming = self._moves(hop)
-        targets, sources = [], []
-        if going:
-            (owner,) = going
-            (_, length), sent = self._one(shares, owner)
-            targets = [x.transpose(1, 2) for x in self._room(owner, hop, length)]
-            sources = rows_for(sent)
-        if going or coming:
-            self.box.push(targets, sources, going, coming)
-            self._wait = True
-        self.hop = hop + 1
-        if coming:
-            start, length = self._window(coming[0], self.rank)
-            self._arrived = (*self._room(self.rank, hop, length), start)
-        self._open(hop + 1)
-
-    def _moves(self, hop: int) -> tuple[list[int], list[int]]:
-        """Whom this rank sends shares to at a hop, and who sends it some."""
         owner, reader = self.before(hop), self.after(hop)
-        going = [owner] if self._places(self.rank, owner) else []
-        coming = [reader] if self._places(reader, self.rank) else []
-        return going, coming
+        going = [owner] if self._tiles(self.rank, owner) else []
+        coming = [reader] if self._tiles(reader, self.rank) else []
+        if going or coming:
+            targets, sources = [], []
+            if going:
+                (_, length), sent = self._in_one(shares, owner)
+                targets, sources = _rows(self.room(owner, hop, length)), rows_for(sent)
+            self.box.push(targets, sources, going, coming)
+            self._must_wait = True
+        if coming:
+            start, length = self._window(reader, self.rank)
+            self._arrived = KeyShare(*self.room(self.rank, hop, length), start, None)
+        self._open(hop + 1)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """dK and dV of this rank's own keys, in their dtype, token-major."""
@@ -163,16 +167,19 @@ class ReturnedShares(_Hops):
             for like, total in zip((self._key, self._value), self._sum, strict=True)
         )
 
-    _wait = False
+    def _open(self, hop: int) -> None:
+        """Let the rank that sends at a hop write where that hop's share goes: what was there has
+        been added before."""
+        if hop < self.world_size and self._tiles(self.after(hop), self.rank):
+            self.box.open([self.after(hop)])
 
     def _collect(self) -> None:
-        if self._wait:
+        if self._must_wait:
             self.box.wait()
-            self._wait = False
+            self._must_wait = False
         if self._arrived is not None:
-            dk, dv, start = self._arrived
+            self._add([self._arrived])
             self._arrived = None
-            self._add([KeyShare(dk, dv, start, None)])
 
     def _add(self, shares: list[KeyShare]) -> None:
         if self._is_empty:
@@ -187,13 +194,7 @@ class ReturnedShares(_Hops):
             for total, part in zip(self._sum, (share.dk, share.dv), strict=True):
                 window_of(total, share.start, part, share.row).add_(part)
 
-    def _open(self, hop: int) -> None:
-        """Let the rank that sends at a hop write where that hop's share goes: what was there has
-        been added before."""
-        if hop < self.world_size and self._places(self.after(hop), self.rank):
-            self.box.open([self.after(hop)])
-
-    def _places(self, rank: int, owner: int):
+    def _tiles(self, rank: int, owner: int):
         """The tiles of whose gradients ``rank`` sends ``owner`` the sum."""
         key, value = self._key, self._value
         # Of all ranks alike: this one may own no key and have gradients of others'.
@@ -204,27 +205,23 @@ class ReturnedShares(_Hops):
 
     def _window(self, rank: int, owner: int) -> tuple[int, int]:
         """First key and number of keys of what ``rank`` sends."""
-        tiles = self._places(rank, owner)
+        tiles = self._tiles(rank, owner)
         if len(tiles) == 1 and tiles[0].row is None:
             return tiles[0].key_start, tiles[0].key_length
         return 0, self.geometry.key_length(owner)
 
-    def _one(self, shares: list[KeyShare], owner: int):
-        """A hop's shares as one: its window, and dK and dV."""
-        window = self._window(self.rank, owner)
-        if len(shares) == 1 and window[1] == shares[0].dk.size(2) and shares[0].row is None:
-            if shares[0].dk.dtype is self._pair.dtype:
-                return window, shares[0][:2]
-        whole = self._pair.views(self._pair.buffer(window[1]), window[1])
+    def _in_one(self, shares: list[KeyShare], owner: int):
+        """A hop's shares in one piece: its window, and dK and dV; as they are, or their sum."""
+        start, length = window = self._window(self.rank, owner)
+        if len(shares) == 1:
+            dk, dv, _, row = shares[0]
+            if row is None and dk.size(2) == length and dk.dtype is self._pair.dtype:
+                return window, (dk, dv)
+        whole = self._pair.views(self._pair.buffer(length), length)
         rows = {share.row for share in shares}
         for row in range(whole[0].size(0)) if rows != {None} else (None,):
             into = whole if row is None else [x[row : row + 1] for x in whole]
             own = [share for share in shares if share.row == row]
-            places = tuple((share.start - window[0], share.dk.size(2), 0) for share in own)
+            places = tuple((share.start - start, share.dk.size(2), 0) for share in own)
             add_up(into, ([x.dk for x in own], [x.dv for x in own]), places)
         return window, whole
-
-    def _room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:
-        size = self._pair.numel(self.longest)
-        offset = hop % 2 * size * self._pair.dtype.itemsize
-        return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)

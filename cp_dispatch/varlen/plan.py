@@ -50,12 +50,7 @@ class VarlenPlan(PlanByNeed):
         words = self._words_of_others("varlen_attn")
         if words is not None:
             return words
-        lines = [
-            f"handled by cp_dispatch: varlen_attn, {self.schedule} over {self.world_size} ranks",
-            *self._given,
-        ]
-        if self.layout is not None:
-            lines.append(f"  order of the sequence: {self.layout.text}")
+        lines = self._head("varlen_attn")
         for rank, rows in enumerate(self.rows_sent or ()):
             size = self.bytes_sent(rank) / 2**20
             lines.append(f"  rank {rank} sends {rows} rows of keys, {size:.3f} MiB forward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -16,6 +17,15 @@ SEQUENCE = (Shard(2),)
 def distribute(tensor: torch.Tensor, mesh, placements) -> DTensor:
     """Cut locally: every rank has the whole tensor, nothing is sent."""
     return distribute_tensor(tensor, mesh, list(placements), src_data_rank=None)
+
+
+def average_gradients(model: torch.nn.Module, group) -> None:
+    """Over the ranks of a sequence, which in life is FSDP's or DDP's work."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        dist.all_reduce(grad, group=group)
+        grad /= group.size()
 
 
 def run_sharded(

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import cp_dispatch
 from tests.distributed.models import VOCABULARY, Model
-from tests.distributed.sharded import distribute
+from tests.distributed.sharded import average_gradients, distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 
 # DTensor of torch 2.11 has no linear layer on several sharded sequences, so a rank gets one of
@@ -265,14 +265,7 @@ def tensor_parallel_plain(env: Env) -> None:
 
     group = mesh["cp"].get_group()
 
-    def average():
-        """Of gradients over "cp", which in life is FSDP's or DDP's work."""
-        for parameter in model.parameters():
-            grad = parameter.grad
-            grad = grad.to_local() if isinstance(grad, DTensor) else grad
-            dist.all_reduce(grad, group=group)
-            grad /= group.size()
-
+    average = functools.partial(average_gradients, model, group)
     got = train(model, forward=forward, group=group, before=average)
     same(got, train(build()))
 

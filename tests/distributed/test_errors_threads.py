@@ -194,6 +194,18 @@ def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, cau
     rooms.assert_all_is_quiet()
 
 
+def failing_at(calls: threading.local, method):
+    """The method, out of memory once a thread's ``calls.left`` have gone well; never without."""
+
+    def fail(*args, **kwargs):
+        calls.left = getattr(calls, "left", -1) - 1
+        if calls.left == -1:
+            raise torch.OutOfMemoryError("no memory")
+        return method(*args, **kwargs)
+
+    return fail
+
+
 @pytest.mark.parametrize("kind", [None, "head-tail"])
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeypatch, first, kind):
@@ -204,13 +216,7 @@ def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeyp
     layout = HeadTail(64, 4) if kind else None
     calls = threading.local()
 
-    def fail(*args, **kwargs):
-        calls.left = getattr(calls, "left", -1) - 1
-        if calls.left == -1:
-            raise torch.OutOfMemoryError("no memory")
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(CpuFlash, "backward", fail)
+    monkeypatch.setattr(CpuFlash, "backward", failing_at(calls, method))
     barrier = threading.Barrier(4)
 
     def rank_body(rank):
@@ -244,13 +250,7 @@ def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, 
     want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
     calls, barrier = threading.local(), threading.Barrier(4)
 
-    def fail(*args, **kwargs):
-        calls.left = getattr(calls, "left", -1) - 1
-        if calls.left == -1:
-            raise torch.OutOfMemoryError("no memory")
-        return method(*args, **kwargs)
-
-    monkeypatch.setattr(CpuFlash, name, fail)
+    monkeypatch.setattr(CpuFlash, name, failing_at(calls, method))
 
     def rank_body(rank):
         mesh = init_device_mesh("cpu", (4,))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import cp_dispatch
 from cp_dispatch import ContextParallel
 from tests.distributed.compiled import _has_compiler
+from tests.distributed.sharded import average_gradients
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.titan import LENGTH, VOCABULARY, Llama
 
@@ -178,7 +179,7 @@ def recomputed_outside(env: Env) -> None:
                 loss.backward()
         else:
             loss.backward()
-            average_over({"cp": mesh})(model)
+            average_gradients(model, mesh.get_group())
             alone = build(env.device)
             tokens, labels = (x.to(env.device) for x in batches()[0])
             loss_of(alone(tokens), labels).backward()
@@ -306,20 +307,6 @@ def sequence_plan(model: Llama) -> dict:
     return plan
 
 
-def average_over(mesh):
-    """Of gradients over "cp", which in life is FSDP's or DDP's work."""
-    group = mesh["cp"].get_group()
-
-    def average(model) -> None:
-        for parameter in model.parameters():
-            grad = parameter.grad
-            grad = grad.to_local() if isinstance(grad, DTensor) else grad
-            dist.all_reduce(grad, group=group)
-            grad /= group.size()
-
-    return average
-
-
 def sequence_parallel(env: Env, autocast: bool = False) -> None:
     """Context x tensor: each context rank's part of a sequence is cut once more for the norms."""
     mesh = env.mesh(env.world_size // 2, 2, names=("cp", "tp"))
@@ -331,7 +318,9 @@ def sequence_parallel(env: Env, autocast: bool = False) -> None:
     for layer in model.layers.values():
         parallelize_module(layer.attention.inner_attention, mesh["cp"], ContextParallel())
     forward = in_block(env, mesh, model, [model.turns])
-    got = train(model, forward, mesh["cp"].get_group(), average_over(mesh), cast)
+    group = mesh["cp"].get_group()
+    average = functools.partial(average_gradients, group=group)
+    got = train(model, forward, group, average, cast)
     same(got, want, 2e-2 if autocast else 1e-4)
 
 
@@ -367,7 +356,7 @@ def pipeline(env: Env, style: bool) -> None:
                 schedule.step(tokens)
             else:
                 schedule.step(target=labels, losses=losses)
-        average_over(mesh)(part)
+        average_gradients(part, mesh["cp"].get_group())
         if losses:
             loss = torch.stack(losses).mean().detach()
             dist.all_reduce(loss, group=group)

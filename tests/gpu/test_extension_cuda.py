@@ -23,6 +23,7 @@ from cp_dispatch.permute import (
 )
 from cp_dispatch.permute_ops import sources_of
 from cp_dispatch.schedules.copy_ops import numbers_of, push_pair
+from tests.test_permute import layouts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,15 +75,6 @@ def test_copy_every_dim_and_dtype(dtype, kind):
         places = torch.tensor([4, -1, 0, 6, 2, 5][: x.size(dim)], dtype=kind, device="cuda")
         shape = [7 if d == dim else n for d, n in enumerate(x.shape)]
         both([x.new_ones(shape)], [x], places, [dim], True)
-
-
-def layouts(x):
-    yield x
-    yield x.transpose(1, 2).contiguous().transpose(1, 2)
-    yield x.mT.contiguous().mT
-    yield x.repeat_interleave(2, -1)[..., ::2]
-    yield x.repeat_interleave(3, 2)[:, :, ::3]
-    yield torch.cat([x, x], -1)[..., x.size(-1) :]
 
 
 @pytest.mark.parametrize("scatter", [False, True])

@@ -331,7 +331,7 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
         (lambda: BlockBalanced([1, -2], 2), "work of block 1 must be >= 0 and .* got -2"),
         (lambda: BlockBalanced([1, float("nan")], 2), "work of block 1 .* got nan"),
         (lambda: BlockBalanced([1, 2], 2, 0), "block_size must be a positive int, got 0"),
-        (lambda: BlockBalanced.from_documents([100], 2, 64), "100 positions .* block_size=64"),
+        (lambda: BlockBalanced.from_documents([100], 2, 64), "100 positions .* 2 x 64 = 128 "),
         (lambda: from_text('["Zigzag",8,2]'), "is not the text of a balancer, .*BlockBalanced"),
         (lambda: from_text("HeadTail"), "is not the text of a balancer"),
         (lambda: from_text('["HeadTail",8]'), "is not the text of a balancer"),
@@ -341,6 +341,13 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
 def test_refusals(make, message):
     with pytest.raises(ContextParallelError, match=message):
         make()
+
+
+def test_messages_do_not_list_thousands_of_documents():
+    few = PerDocumentHeadTail([8, 4], 2)
+    assert str(few) == repr(few) == "PerDocumentHeadTail(doc_lengths=((8, 4),), world_size=2)"
+    many = PerDocumentHeadTail([[8] * 4000, [16] * 2000], 2)
+    assert str(many) == "PerDocumentHeadTail(6000 documents in 2 batch rows, world_size=2)"
 
 
 def test_refuses_block_masks_that_do_not_fit():

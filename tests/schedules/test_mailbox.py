@@ -99,7 +99,8 @@ def test_ranks_have_room_or_raise(monkeypatch, tries, others, error):
 def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box = object.__new__(mailbox.Mailbox)
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
-    box._peers, box._there, box._here, box._all = (), [[], []], [[], []], [[[], []], [[], []]]
+    none = mailbox._Flags([], [])
+    box._peers, box._there, box._here, box._all = (), none, none, (none, none)
     box.side, box.is_in_a_graph = mock.Mock(), False
     box._is_ahead, box._were_read, box.pulls = False, None, 0
     box._steps, box._marks = steps, [(name, step) for step in range(3)]

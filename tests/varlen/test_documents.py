@@ -120,6 +120,9 @@ def test_explain():
             plan = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq, window_size=(-1, 0))
             wrong = cp_dispatch.explain_varlen(query, key, key, cu_seq, other)
             refused = cp_dispatch.explain_varlen(query.double(), key, key, cu_seq, cu_seq)
+        blocks = cp_dispatch.BlockBalanced.from_documents([6, 42], 4, 2, near=True)
+        with cp_dispatch.enabled(layout=blocks):
+            laid_out = str(cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq))
     assert (plan.handler, plan.schedule, plan.rows_sent) == (
         "cp_dispatch",
         "exchange",
@@ -127,5 +130,7 @@ def test_explain():
     )
     assert plan.bytes_sent(2) == 12 * 2 * 2 * 8 * 4
     assert "rank 2 sends 12 rows of keys" in str(plan) and "schedule ring" in str(plan)
+    assert "  in the layout of BlockBalanced: 48 positions on 4 ranks" in laid_out
+    assert blocks.text not in laid_out, "the work of every block"
     assert wrong.handler == refused.handler == "refused"
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
