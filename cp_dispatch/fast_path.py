@@ -159,7 +159,9 @@ class _Attention(torch.autograd.Function):
         # through DTensor's dispatch. Autograd cannot see that this one is written to.
         saved = dress(local_tensor(output), dtensor_spec(output))
         ctx.save_for_backward(query, key, value, saved, logsumexp)
-        ctx.witness = version_witness(output)
+        # Kept by the memory, so that what hooks copied is not checked, as autograd does not, and
+        # what a checkpoint recomputed is checked itself.
+        local_tensor(output).untyped_storage().cp_dispatch_witness = version_witness(output)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return output
@@ -169,18 +171,23 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_output):
         if grad_output is None:
             return None, None, None, None
-        _check_version(ctx.witness)
         _, *needs = ctx.needs_input_grad
         saved = ctx.saved_tensors  # once, see cp_dispatch.ops
+        _check_version(saved[3])
         grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
         return None, *(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
-def _check_version(witness: Tensor) -> None:
+def _check_version(output: Tensor) -> None:
     """As autograd's check of what it saved, of an output that was at version 0."""
-    if witness._version:
+    if not _are_plain_dtensors(output):  # hooks made another of it
+        return
+    storage = local_tensor(output).untyped_storage()
+    # Not in a variable: what prints a frame's locals would read data that is not there.
+    version = getattr(getattr(storage, "cp_dispatch_witness", None), "_version", 0)
+    if version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             "operation: the output of scaled_dot_product_attention, of shape "
-            f"{list(witness.shape)}, is at version {witness._version}; expected version 0 instead"
+            f"{list(output.shape)}, is at version {version}; expected version 0 instead"
         )

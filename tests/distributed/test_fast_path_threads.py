@@ -232,6 +232,33 @@ def test_writing_into_what_was_saved_is_noticed():
         on_ranks(body, 1)
 
 
+def test_writing_into_what_hooks_have_copied_is_fine():
+    """A model that writes into the output raised at its second step, not at its first."""
+
+    def written(query, key, value):
+        return attend(query, key, value).add_(1.0)
+
+    def written_and_read(query, key, value):
+        return written(query, key, value).sin()
+
+    def body(mesh):
+        *leaves, grad = warm(mesh)
+        want = torch.autograd.grad(attend(*leaves), leaves, grad)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            copied = written(*leaves)
+        # It recomputes up to what attention saves.
+        for output in (copied, checkpoint(written, *leaves, use_reentrant=False)):
+            for a, b in zip(torch.autograd.grad(output, leaves, grad), want, strict=True):
+                assert torch.equal(a.to_local(), b.to_local())
+        # And up to what sin() saves, which comes after what writes into that.
+        output = checkpoint(written_and_read, *leaves, use_reentrant=False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(output, leaves, grad)
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
 def test_a_second_derivative_is_refused():
     def body(mesh):
         query, key, value, grad = warm(mesh)
