@@ -3,8 +3,10 @@ nothing has changed."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -257,6 +259,21 @@ def test_writing_into_what_hooks_have_copied_is_fine():
 
     with cp_dispatch.enabled():
         on_ranks(body, 2)
+
+
+def test_what_remembers_calls_holds_no_indices_of_positions():
+    """Of long rows they take MiBs, and documents may come in another layout at every step."""
+    fast_path._known.clear()
+
+    def indices_of_what_ran():
+        layout = cp_dispatch.PerDocumentHeadTail([30, 98], 2)
+        with cp_dispatch.enabled(layout=layout):
+            on_ranks(warm, 2)
+        return [weakref.ref(x) for x in (layout.indices, layout.inverse)]
+
+    indices = indices_of_what_ran()
+    gc.collect()
+    assert fast_path._known and [x() for x in indices] == [None, None]
 
 
 def test_a_second_derivative_is_refused():
