@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import (
     below_autograd,
     dispatch_modes_are_on,
@@ -30,7 +31,6 @@ from cp_dispatch._compat import (
     local_tensor,
     profiler_is_on,
     run_uncompiled,
-    version_witness,
 )
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
@@ -159,9 +159,7 @@ class _Attention(torch.autograd.Function):
         # through DTensor's dispatch. Autograd cannot see that this one is written to.
         saved = dress(local_tensor(output), dtensor_spec(output))
         ctx.save_for_backward(query, key, value, saved, logsumexp)
-        # Kept by the memory, so that what hooks copied is not checked, as autograd does not, and
-        # what a checkpoint recomputed is checked itself.
-        local_tensor(output).untyped_storage().cp_dispatch_witness = version_witness(output)
+        recomputed.watch(output)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return output
@@ -173,21 +171,6 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None
         _, *needs = ctx.needs_input_grad
         saved = ctx.saved_tensors  # once, see cp_dispatch.ops
-        _check_version(saved[3])
+        recomputed.check_unwritten(saved[3])
         grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
         return None, *(g if need else None for g, need in zip(grads, needs, strict=True))
-
-
-def _check_version(output: Tensor) -> None:
-    """As autograd's check of what it saved, of an output that was at version 0."""
-    if not _are_plain_dtensors(output):  # hooks made another of it
-        return
-    storage = local_tensor(output).untyped_storage()
-    # Not in a variable: what prints a frame's locals would read data that is not there.
-    version = getattr(getattr(storage, "cp_dispatch_witness", None), "_version", 0)
-    if version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: the output of scaled_dot_product_attention, of shape "
-            f"{list(output.shape)}, is at version {version}; expected version 0 instead"
-        )
