@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import (
     below_autograd,
     dispatch_modes_are_on,
@@ -30,7 +31,6 @@ from cp_dispatch._compat import (
     local_tensor,
     profiler_is_on,
     run_uncompiled,
-    version_witness,
 )
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
@@ -159,7 +159,7 @@ class _Attention(torch.autograd.Function):
         # through DTensor's dispatch. Autograd cannot see that this one is written to.
         saved = dress(local_tensor(output), dtensor_spec(output))
         ctx.save_for_backward(query, key, value, saved, logsumexp)
-        ctx.witness = version_witness(output)
+        recomputed.watch(output)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return output
@@ -169,18 +169,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_output):
         if grad_output is None:
             return None, None, None, None
-        _check_version(ctx.witness)
         _, *needs = ctx.needs_input_grad
         saved = ctx.saved_tensors  # once, see cp_dispatch.ops
+        recomputed.check_unwritten(saved[3])
         grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
         return None, *(g if need else None for g, need in zip(grads, needs, strict=True))
-
-
-def _check_version(witness: Tensor) -> None:
-    """As autograd's check of what it saved, of an output that was at version 0."""
-    if witness._version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: the output of scaled_dot_product_attention, of shape "
-            f"{list(witness.shape)}, is at version {witness._version}; expected version 0 instead"
-        )

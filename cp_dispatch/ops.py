@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompiled
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
@@ -129,6 +130,7 @@ def _autograd(name: str):
             with below_autograd(), _plain_replicated(query, attn_mask):
                 output, logsumexp = forward_op(name)(*tensors, *options)
             ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask, dropout_seed)
+            recomputed.watch(output)
             ctx.options = options
             ctx.mark_non_differentiable(logsumexp)
             ctx.set_materialize_grads(False)
@@ -143,6 +145,7 @@ def _autograd(name: str):
             needs = ctx.needs_input_grad[:4]
             # Once: a checkpoint recomputes at the first look and refuses a second.
             saved = ctx.saved_tensors
+            recomputed.check_unwritten(saved[3])
             if _is_outside(saved[0]):
                 inputs = *saved[:3], saved[5]
                 zeros = (

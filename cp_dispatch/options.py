@@ -41,6 +41,8 @@ class Options:
                 "layout must be None (the sequence in natural order) or a balancer such as "
                 f"cp_dispatch.HeadTail(seq_len, world_size), got {self.layout!r}"
             )
+        if self.layout is not None:
+            object.__setattr__(self, "layout", self.layout.outline)
 
     @property
     def order(self) -> Balancer | None:

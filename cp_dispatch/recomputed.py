@@ -4,12 +4,19 @@ The backward belongs to the first forward, but the tensors that it gets are the 
 layout was another one by then, gradients would be wrong in silence. So the memory of a logsumexp
 bears a note of the order in which it lies; compiled graphs hand on the same memory. Hooks that copy
 what autograd saves get past this.
+
+Nor may it write into what attention returned, where the backward reads that. Autograd checks the
+versions of what it saved, but not where hooks have it, as in checkpoints. So the memory of an
+output bears a witness of its version; what hooks have copied has none: the output may be written
+to.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from cp_dispatch._compat import local_tensor, version_witness
 from cp_dispatch.errors import ContextParallelError
 
 
@@ -28,6 +35,32 @@ def check(logsumexp: Tensor, layout: str) -> None:
             f"had: {_name(found)} instead of {_name(layout)}. Run the backward under the same "
             "enabled(layout=...) as the forward, inside the same block."
         )
+
+
+def watch(output: Tensor) -> None:
+    """Note at what version a DTensor is that attention returns; a plain tensor's would keep its own
+    memory alive."""
+    if _is_plain_dtensor(output):
+        local_tensor(output).untyped_storage().cp_dispatch_witness = version_witness(output)
+
+
+def check_unwritten(output: Tensor) -> None:
+    """As autograd's check of what it saved, of an output that was at version 0."""
+    if not _is_plain_dtensor(output):
+        return
+    storage = local_tensor(output).untyped_storage()
+    # Not in a variable: what prints a frame's locals would read data that is not there.
+    version = getattr(getattr(storage, "cp_dispatch_witness", None), "_version", 0)
+    if version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: the output of scaled_dot_product_attention, of shape "
+            f"{list(output.shape)}, is at version {version}; expected version 0 instead"
+        )
+
+
+def _is_plain_dtensor(output: Tensor) -> bool:
+    return type(output) is DTensor and type(local_tensor(output)) is Tensor
 
 
 def _name(layout: str) -> str:

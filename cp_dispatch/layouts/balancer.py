@@ -160,6 +160,19 @@ class Balancer:
     def __reduce__(self):
         return from_text, (self.text,)
 
+    @property
+    def outline(self) -> Balancer:
+        """An equal one for whatever remembers layouts, without indices: those of 4 rows of 131,072
+        positions take 8 MiB, and data may come in another layout at every step."""
+        return self._outline or self
+
+    @functools.cached_property
+    def _outline(self) -> Balancer | None:
+        outline = object.__new__(type(self))
+        found = {name: x for name, x in vars(self).items() if name not in ("indices", "inverse")}
+        vars(outline).update(found, _outline=None)
+        return outline
+
 
 @functools.lru_cache(maxsize=32)  # a balancer may have made indices of all positions
 def from_text(text: str) -> Balancer:

@@ -3,8 +3,10 @@ nothing has changed."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -230,6 +232,54 @@ def test_writing_into_what_was_saved_is_noticed():
 
     with cp_dispatch.enabled():
         on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_writing_into_what_hooks_have_copied_is_fine(known):
+    """A model that writes into the output raised at its second step, not at its first."""
+    fast_path._known.clear()
+
+    def written(query, key, value):
+        return attend(query, key, value).add_(1.0)
+
+    def written_and_read(query, key, value):
+        return written(query, key, value).sin()
+
+    def body(mesh):
+        *leaves, grad = warm(mesh)
+        want = torch.autograd.grad(attend(*leaves), leaves, grad)
+        if not known:
+            fast_path._known.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            copied = written(*leaves)
+        # It recomputes up to what attention saves.
+        for output in (copied, checkpoint(written, *leaves, use_reentrant=False)):
+            for a, b in zip(torch.autograd.grad(output, leaves, grad), want, strict=True):
+                assert torch.equal(a.to_local(), b.to_local())
+        if not known:
+            fast_path._known.clear()
+        # And up to what sin() saves, which comes after what writes into that.
+        output = checkpoint(written_and_read, *leaves, use_reentrant=False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(output, leaves, grad)
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
+def test_what_remembers_calls_holds_no_indices_of_positions():
+    """Of long rows they take MiBs, and documents may come in another layout at every step."""
+    fast_path._known.clear()
+
+    def indices_of_what_ran():
+        layout = cp_dispatch.PerDocumentHeadTail([30, 98], 2)
+        with cp_dispatch.enabled(layout=layout):
+            on_ranks(warm, 2)
+        return [weakref.ref(x) for x in (layout.indices, layout.inverse)]
+
+    indices = indices_of_what_ran()
+    gc.collect()
+    assert fast_path._known and [x() for x in indices] == [None, None]
 
 
 def test_a_second_derivative_is_refused():
