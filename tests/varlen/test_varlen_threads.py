@@ -194,16 +194,19 @@ def test_cu_seq_changes_between_calls():
         found = [run_sharded(problem, mesh) for problem in problems]
         three = [dataclasses.replace(x, lengths=(*x.lengths, 0, 0, 0, 0, 0)[:5]) for x in problems]
         starts = torch.zeros(6, dtype=torch.int32)
+        kept = distribute(starts.clone(), mesh, [Replicate()])
         for problem in three:
             starts.copy_(problem.starts()[0])
-            for whole in (starts, distribute(starts, mesh, [Replicate()])):
+            placed = distribute(starts, mesh, [Replicate()])
+            kept.copy_(placed)
+            for whole in (starts, placed, kept):
                 found.append(run_sharded(problem, mesh, starts=[whole] * 2))
         return found
 
     with pytest.MonkeyPatch.context() as patch, cp_dispatch.enabled():
         patch.setattr(job, "VarlenJob", Counted)
         results = run_threads(2, body)[0]
-    wants = [exact(x) for x in (*problems, *(p for p in problems for _ in range(2)))]
+    wants = [exact(x) for x in (*problems, *(p for p in problems for _ in range(3)))]
     for got, want in zip(results, wants, strict=True):
         for name, x in got.items():
             close(x, want[name])
