@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from cp_dispatch.call import Call
 from cp_dispatch.decide import in_words, make_plan
@@ -18,7 +18,7 @@ from cp_dispatch.plan import Plan
 from cp_dispatch.planner import with_predictions
 from cp_dispatch.sharding import mask_placements, target_placements
 from cp_dispatch.toggle import current_options, plain_context
-from cp_dispatch.transport import carrier
+from cp_dispatch.transport import carrier, redistributed
 
 
 def explain(
@@ -108,15 +108,7 @@ def _placed_anew(plan: Plan, call: Call) -> list[str]:
         whole_rows = plan.layout is not None and "rows" not in plan.mask_order
         tensors = {**tensors, "attn_mask": call.attn_mask}
         wanted.append(mask_placements(query, call.attn_mask.shape, whole_rows))
-    return [
-        f"before, DTensor redistributes {name} from {x.placements} to {target}, and a backward "
-        "does so again; the bytes above are without it"
-        for (name, x), target in zip(tensors.items(), wanted, strict=True)
-        if any(
-            given != placed and given != Replicate() and size > 1
-            for given, placed, size in zip(x.placements, target, x.device_mesh.shape, strict=True)
-        )
-    ]
+    return redistributed(tensors, wanted)
 
 
 def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:

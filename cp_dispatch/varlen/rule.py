@@ -23,6 +23,7 @@ from cp_dispatch.graph_order import keep_in_graph, stay_in_backward, warn_of_no_
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
+from cp_dispatch.varlen.job import job_of
 from cp_dispatch.varlen.ops import BACKWARD, FORWARD, STARTS, library
 from cp_dispatch.varlen.plan import VarlenPlan, known_plan
 from cp_dispatch.varlen.refusal import placements_of_keys
@@ -111,10 +112,14 @@ def _forward(cls, func, types, args=(), kwargs=None):
     wanted = placements_of_keys(query.placements)
     if query.device_mesh.get_coordinate() is None:
         return _outside(query, query.shape), _outside(query, _of_rows(query), transposed=True)
+    starts = local_starts(cu_seq_q, cu_seq_k)
+    if not is_tracing() and not tuple(key.placements) == tuple(value.placements) == wanted:
+        # Documents that are refused are so before keys are summed.
+        window, _, *lengths, ring_shape, rank, _, layout = options
+        job_of(local_tensor(query).device, *starts, window, *lengths, ring_shape, rank, layout)
     output, logsumexp = FORWARD(
-        local_tensor(query), _placed(key, wanted), _placed(value, wanted),
-        *local_starts(cu_seq_q, cu_seq_k), *options,
-    )  # fmt: skip
+        local_tensor(query), _placed(key, wanted), _placed(value, wanted), *starts, *options
+    )
     keep_in_graph(output, (query, key))
     return _wrap(output, query, query.shape), _wrap(logsumexp, query, _of_rows(query), True)
 
