@@ -16,8 +16,9 @@ from cp_dispatch.normalize import autocast, four_dims, without_causal_bias
 from cp_dispatch.plain_context import PlainContext, rows_of_ranks, words
 from cp_dispatch.plan import Plan
 from cp_dispatch.planner import with_predictions
+from cp_dispatch.sharding import mask_placements, target_placements
 from cp_dispatch.toggle import current_options, plain_context
-from cp_dispatch.transport import carrier
+from cp_dispatch.transport import carrier, redistributed
 
 
 def explain(
@@ -59,6 +60,8 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
         four = four_dims(without_causal_bias(call))
         plan = in_words(make_plan(current_options(), four), four)
         plan = _with_costs(plan, four, getattr(query, "device_mesh", None))
+        if plan.handler == "cp_dispatch":
+            plan = dataclasses.replace(plan, reasons=(*plan.reasons, *_placed_anew(plan, four)))
         return dataclasses.replace(plan, call=call.describe())
     context = plain_context()
     if context is None:
@@ -94,6 +97,18 @@ def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
         plan = with_predictions(plan, mesh.device_type)
     moved = carrier(mesh, plan.schedule, plan.mesh_dims)
     return dataclasses.replace(plan, reasons=(*plan.reasons, *([moved] if moved else [])))
+
+
+def _placed_anew(plan: Plan, call: Call) -> list[str]:
+    """What DTensor has to move before the op runs, in words."""
+    tensors = call.tensors
+    query, key = target_placements(*(x.placements for x in tensors.values()))
+    wanted = [query, key, key]
+    if isinstance(call.attn_mask, DTensor):
+        whole_rows = plan.layout is not None and "rows" not in plan.mask_order
+        tensors = {**tensors, "attn_mask": call.attn_mask}
+        wanted.append(mask_placements(query, call.attn_mask.shape, whole_rows))
+    return redistributed(tensors, wanted)
 
 
 def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:

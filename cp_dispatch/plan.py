@@ -162,7 +162,8 @@ class Plan:
         return BACKENDS[self.backend].logsumexp_dtype(self.dtype).itemsize
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes that ``rank`` sends or contributes in a forward."""
+        """Bytes that ``rank`` sends or contributes in a forward whose inputs lie as the op takes
+        them."""
         return sum(transfer.bytes for transfer in forward_transfers(self, rank))
 
     def transfers(self, rank: int) -> tuple[list[Transfer], list[Transfer]]:

@@ -73,8 +73,11 @@ def _feature_refusals(call: Call) -> list[str]:
     if not 0.0 <= call.dropout_p <= 1.0:
         reasons.append(f"dropout_p must be in [0, 1], got {call.dropout_p}")
     for name, tensor in call.tensors.items():
-        if tensor.is_complex() or not tensor.is_floating_point():
-            reasons.append(f"{name} is {tensor.dtype}; cast to a real floating dtype")
+        # What a kernel says of 8 bits comes after keys have moved.
+        if tensor.is_complex() or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            reasons.append(
+                f"{name} is {tensor.dtype}; cast to a real floating dtype of 16 bits or more"
+            )
     if call.attn_mask is not None:
         reasons += _mask_refusals(call)
     return reasons

@@ -1,8 +1,11 @@
-"""In words, for people: what carries a plan's moves on CUDA."""
+"""In words, for people: what carries a plan's moves on CUDA, and what moves before them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import reaches_peers
@@ -35,3 +38,16 @@ def reaches_all(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool | None:
     # The group of several mesh dims is made at its first call, and this must not communicate.
     name = ring_group_name(mesh, mesh_dims) if len(mesh_dims) == 1 else ""
     return reaches_peers(name) if name else None
+
+
+def redistributed(tensors: dict[str, DTensor], wanted: Sequence[tuple]) -> list[str]:
+    """What DTensor has to move for tensors to be placed as an op takes them."""
+    return [
+        f"before, DTensor redistributes {name} from {x.placements} to {target}, and a backward "
+        "does so again, which is not counted above"
+        for (name, x), target in zip(tensors.items(), wanted, strict=True)
+        if any(
+            given != placed and given != Replicate() and size > 1
+            for given, placed, size in zip(x.placements, target, x.device_mesh.shape, strict=True)
+        )
+    ]

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.transport import redistributed
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
-from cp_dispatch.varlen.refusal import PLAIN_SHARDS
+from cp_dispatch.varlen.refusal import PLAIN_SHARDS, placements_of_keys
 from cp_dispatch.varlen.rule import local_starts
 from cp_dispatch.varlen.traffic import traffic_of
 
@@ -72,4 +73,6 @@ def explain_varlen(
         )
     except ContextParallelError as error:
         return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
-    return dataclasses.replace(plan, rows_sent=rows)
+    wanted = [placements_of_keys(query.placements)] * 2
+    before = redistributed({"key": key, "value": value}, wanted)
+    return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *before))

@@ -44,6 +44,7 @@ SCHEMAS = (
     "varlen_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, "
     f"Tensor output, Tensor logsumexp, {_OPTIONS}, bool key_grad)"
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "varlen_starts(Tensor cu_seq) -> Tensor",
 )
 
 
@@ -79,6 +80,12 @@ def _backward(
         if not key_grad:
             return grad_query.contiguous(), _nothing(key), _nothing(value)
         return grad_query.contiguous(), *job.exchange.bring_back(ring, shares, (key, value))
+
+
+@run_uncompiled
+def _starts(cu_seq: Tensor) -> Tensor:
+    """A copy. Torch's own is left out by compilers, where nobody writes to it."""
+    return cu_seq.clone()
 
 
 def _prepared(
@@ -179,7 +186,10 @@ def _autograd(function, op):
 
 
 for _schema, _kernel, _fake in zip(
-    SCHEMAS, (_forward, _backward), (_forward_fake, _backward_fake), strict=True
+    SCHEMAS,
+    (_forward, _backward, _starts),
+    (_forward_fake, _backward_fake, torch.empty_like),
+    strict=True,
 ):
     _name = _schema.split("(")[0]
     # They wait for the host where documents are new.
@@ -190,6 +200,7 @@ for _schema, _kernel, _fake in zip(
     refuse_local_tensor_mode(_name)
 FORWARD = torch.ops.cp_dispatch.varlen_attention.default
 BACKWARD = torch.ops.cp_dispatch.varlen_attention_backward.default
+STARTS = torch.ops.cp_dispatch.varlen_starts.default
 library.impl("varlen_attention", _autograd(VarlenAttention, lambda: FORWARD), "Autograd")
 library.impl(
     "varlen_attention_backward", _autograd(VarlenAttentionBackward, lambda: BACKWARD), "Autograd"

@@ -16,15 +16,19 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
+from cp_dispatch.by_need.kept import Kept
 from cp_dispatch.by_need.ownership import rank_at
 from cp_dispatch.compile_cache import note_groups
 from cp_dispatch.graph_order import keep_in_graph, stay_in_backward, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
-from cp_dispatch.varlen.ops import BACKWARD, FORWARD, library
+from cp_dispatch.varlen.job import job_of
+from cp_dispatch.varlen.ops import BACKWARD, FORWARD, STARTS, library
 from cp_dispatch.varlen.plan import VarlenPlan, known_plan
 from cp_dispatch.varlen.refusal import placements_of_keys
+
+_copies = Kept()
 
 
 def attend(options: Options, call: VarlenCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +82,21 @@ def _check_agreement(options: Options, call: VarlenCall) -> None:
 
 def local_starts(*starts: Tensor) -> list[Tensor]:
     """Plain tensors; DTensors are the same on every rank."""
-    return [local_tensor(x) if isinstance(x, DTensor) else x for x in starts]
+    return [_copy(x) if isinstance(x, DTensor) else x for x in starts]
+
+
+def _copy(starts: DTensor) -> Tensor:
+    """What a DTensor holds now, in a tensor of its own: who writes to a DTensor counts a version of
+    it and none of the tensor inside, by which documents are kept."""
+    inside = local_tensor(starts)
+    if is_tracing():  # the graph, which sees no versions, makes one at each run
+        return STARTS(inside)
+
+    def copy() -> Tensor:
+        with torch.inference_mode(False):
+            return inside.clone()
+
+    return _copies.get((starts, inside), "starts", copy)
 
 
 def _placed(x: DTensor, placements) -> Tensor:
@@ -94,10 +112,14 @@ def _forward(cls, func, types, args=(), kwargs=None):
     wanted = placements_of_keys(query.placements)
     if query.device_mesh.get_coordinate() is None:
         return _outside(query, query.shape), _outside(query, _of_rows(query), transposed=True)
+    starts = local_starts(cu_seq_q, cu_seq_k)
+    if not is_tracing() and not tuple(key.placements) == tuple(value.placements) == wanted:
+        # Documents that are refused are so before keys are summed.
+        window, _, *lengths, ring_shape, rank, _, layout = options
+        job_of(local_tensor(query).device, *starts, window, *lengths, ring_shape, rank, layout)
     output, logsumexp = FORWARD(
-        local_tensor(query), _placed(key, wanted), _placed(value, wanted),
-        *local_starts(cu_seq_q, cu_seq_k), *options,
-    )  # fmt: skip
+        local_tensor(query), _placed(key, wanted), _placed(value, wanted), *starts, *options
+    )
     keep_in_graph(output, (query, key))
     return _wrap(output, query, query.shape), _wrap(logsumexp, query, _of_rows(query), True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import HeadTail, decide
@@ -406,3 +406,28 @@ def test_a_mask_costs_nothing_unless_its_columns_are_sharded(recorder, placed):
             assert record.sent == [shard_bytes(problem, 12)] * 3
             others = [name for name in record.collectives if name != "AllToAllBase"]
             assert len(others) <= (placed == Shard(1)), record.collectives
+
+
+def test_explain_says_what_dtensor_moves_first(recorder):
+    """A sum of keys, columns of a mask: one collective each, forward and backward."""
+    problem = Problem(length=16, mask=Mask("qk"))
+
+    def body(rank: int):
+        mesh = init_device_mesh("cpu", (2,))
+        inputs, (mask,), _ = distributed_inputs(
+            problem, problem.tensors(), mesh, value_placements=(Partial(),),
+            mask_placements=(Shard(1),),
+        )  # fmt: skip
+        plan = cp_dispatch.explain(*inputs, mask)
+        with recorder.record() as forward:
+            output = problem.attend(*inputs, mask)
+        with recorder.record() as backward:
+            output.backward(distribute(problem.tensors()[3], mesh, SEQUENCE))
+        for record, transfers in zip((forward, backward), plan.transfers(rank), strict=True):
+            assert len(record.collectives) == len(transfers) + 2, record.collectives
+        return [x for x in plan.reasons if "DTensor redistributes" in x]
+
+    with cp_dispatch.enabled():
+        for value, mask in run_threads(2, body):
+            assert "value from (Partial(sum),) to (Shard(dim=2),)" in value
+            assert "attn_mask from (Shard(dim=3),) to (Shard(dim=2),)" in mask

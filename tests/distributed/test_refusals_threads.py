@@ -97,6 +97,7 @@ CALLS = {
     ),
     "complex": (lambda m: (three(m, dtype=torch.complex64), {}), "cast to a real floating dtype"),
     "integer": (lambda m: (three(m, dtype=torch.int64), {}), "cast to a real floating dtype"),
+    "8 bits": (lambda m: (three(m, dtype=torch.float8_e4m3fn), {}), "dtype of 16 bits or more"),
     "two dtypes": (
         lambda m: ([make(m), make(m, dtype=torch.bfloat16), make(m)], {}),
         "cast to one dtype",

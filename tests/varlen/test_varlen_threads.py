@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -194,16 +195,19 @@ def test_cu_seq_changes_between_calls():
         found = [run_sharded(problem, mesh) for problem in problems]
         three = [dataclasses.replace(x, lengths=(*x.lengths, 0, 0, 0, 0, 0)[:5]) for x in problems]
         starts = torch.zeros(6, dtype=torch.int32)
+        kept = distribute(starts.clone(), mesh, [Replicate()])
         for problem in three:
             starts.copy_(problem.starts()[0])
-            for whole in (starts, distribute(starts, mesh, [Replicate()])):
+            placed = distribute(starts, mesh, [Replicate()])
+            kept.copy_(placed)
+            for whole in (starts, placed, kept):
                 found.append(run_sharded(problem, mesh, starts=[whole] * 2))
         return found
 
     with pytest.MonkeyPatch.context() as patch, cp_dispatch.enabled():
         patch.setattr(job, "VarlenJob", Counted)
         results = run_threads(2, body)[0]
-    wants = [exact(x) for x in (*problems, *(p for p in problems for _ in range(2)))]
+    wants = [exact(x) for x in (*problems, *(p for p in problems for _ in range(3)))]
     for got, want in zip(results, wants, strict=True):
         for name, x in got.items():
             close(x, want[name])
@@ -323,6 +327,24 @@ def test_more_refusals():
     many = PerDocumentHeadTail([[4] * 12], 2)
     refused(VarlenProblem((48,)), "the kernel takes keys for each run", layout=many)
     judge(VarlenProblem((48,), window=(-1, -1)), 2, layout=many)
+
+
+def test_documents_are_refused_before_keys_are_summed():
+    problem = VarlenProblem((9, 30), (5, 30), (2, 3))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        query, *keys = (distribute(x, mesh, ROWS) for x in problem.tensors()[:3])
+        keys = [x.redistribute(placements=[Replicate()]).to_local() / 2 for x in keys]
+        keys = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in keys]
+        fine = cp_dispatch.explain_varlen(query, *keys, *problem.starts())
+        assert "redistributes value from (Partial(sum),) to (Shard(dim=0),)" in str(fine)
+        with CommDebugMode() as moved, pytest.raises(ContextParallelError, match="5 keys"):
+            problem.attend(query, *keys, problem.starts())
+        assert moved.get_total_counts() == 0
+
+    with cp_dispatch.enabled():
+        run_threads(2, body)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 does not have them")
