@@ -17,6 +17,7 @@ that comes is placed otherwise, and with ``create_graph=True``.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from cp_dispatch._compat import (
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.groups import exists
 from cp_dispatch.kernels import Repeated
 from cp_dispatch.ops import backward_op
 from cp_dispatch.sharding import target_placements
@@ -81,6 +83,8 @@ def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) ->
     ):
         return
     prepared = Prepared(plan.backend, mesh, arguments, output, logsumexp)
+    for old in [old for old, other in list(_known.items()) if other.is_gone]:
+        _known.pop(old, None)
     keep(_known, slot, prepared, _MAX_KNOWN)
 
 
@@ -101,7 +105,14 @@ class Prepared:
         self._arguments = arguments
         self._specs = dtensor_spec(output), dtensor_spec(logsumexp)
         self._gradients: dict[tuple, tuple] = {}
+        self._thread, self._group = threading.get_ident(), mesh.get_group(0)
         self._kernels = Repeated(BACKENDS[backend], arguments)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the mesh is one from before destroy_process_group, whose groups it holds."""
+        # Ranks that are threads have a world each.
+        return self._thread == threading.get_ident() and not exists(self._group)
 
     def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
         if torch.is_grad_enabled() and (

@@ -21,6 +21,7 @@ from cp_dispatch.kernels import Repeated
 from tests.distributed.reference import Problem
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
+from tests.ranks import one_rank
 
 BASE = {"batch": 2, "length": 128, "dim": 16}
 CAUSAL = Problem(**BASE, causal=True)
@@ -158,6 +159,15 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
     with cp_dispatch.enabled():
         on_ranks(body, 1)
     assert len(calls) == 7
+
+
+def test_calls_on_a_mesh_whose_groups_are_destroyed_are_forgotten():
+    """They hold the mesh, that its groups, and those their threads and sockets."""
+    fast_path._known.clear()
+    for _ in range(3):
+        with one_rank() as mesh, cp_dispatch.enabled():
+            warm(mesh, needs=False)
+    assert len(fast_path._known) == 1
 
 
 def test_watchers_see_the_op():
