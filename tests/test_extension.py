@@ -220,3 +220,9 @@ def test_permute_in_a_compiled_graph():
     out = compiled(x)
     out.sum().backward()
     assert torch.equal(out, expected) and torch.equal(x.grad, grad)
+
+
+def test_a_switch_is_off_by_a_word_too(monkeypatch):
+    for value, on in {"false": False, "No": False, "": True, "1": True}.items():
+        monkeypatch.setenv("CP_DISPATCH_USE_CPP", value)
+        assert (extension._load() != "CP_DISPATCH_USE_CPP=0") is on
