@@ -48,8 +48,8 @@ _MAX_KNOWN, _MAX_GRADIENTS = 1024, 16
 def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -> tuple | None:
     """All that a call without mask and dropout depends on; None where it has to go the whole way.
 
-    The mesh is in it by identity, which the entry keeps alive: meshes that are equal may have
-    other groups.
+    The mesh is in it by its groups: slices of one mesh are made anew again and again, and are as
+    good as each other, but meshes that are equal may have other groups.
     """
     if dispatch_modes_are_on() or not _are_plain_dtensors(query, key, value):
         return None
@@ -59,10 +59,16 @@ def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -
     mesh = query_spec.mesh
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     return (
-        options, id(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal, scale,
-        enable_gqa, needs and torch.is_grad_enabled(), sdp_flags(),
+        options, _groups_of(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal,
+        scale, enable_gqa, needs and torch.is_grad_enabled(), sdp_flags(),
         torch.cuda.current_device() if mesh.device_type == "cuda" else None,
     )  # fmt: skip
+
+
+def _groups_of(mesh) -> tuple | None:
+    if mesh.get_coordinate() is None:
+        return None
+    return tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])
 
 
 def known(slot: tuple) -> Prepared | None:
@@ -105,14 +111,14 @@ class Prepared:
         self._arguments = arguments
         self._specs = dtensor_spec(output), dtensor_spec(logsumexp)
         self._gradients: dict[tuple, tuple] = {}
-        self._thread, self._group = threading.get_ident(), mesh.get_group(0)
+        self._thread, self._groups = threading.get_ident(), _groups_of(mesh)
         self._kernels = Repeated(BACKENDS[backend], arguments)
 
     @property
     def is_gone(self) -> bool:
         """Whether the mesh is one from before destroy_process_group, whose groups it holds."""
         # Ranks that are threads have a world each.
-        return self._thread == threading.get_ident() and not exists(self._group)
+        return self._thread == threading.get_ident() and not exists(self._groups[0])
 
     def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
         if torch.is_grad_enabled() and (
@@ -134,7 +140,7 @@ class Prepared:
             and not dispatch_modes_are_on()
             and _are_plain_dtensors(grad_output, *saved)
             and grad_output.placements == self._specs[0].placements
-            and grad_output.device_mesh is self._mesh
+            and self._is_on(grad_output.device_mesh)
         ):
             slot = *map(dtensor_spec, (grad_output, *saved)), key_grad
             known = self._gradients.get(slot)
@@ -150,6 +156,9 @@ class Prepared:
         with below_autograd(), self._range("_backward"):
             grads = self._kernels.backward(*own, key_grad)
         return tuple(map(dress, grads, known))
+
+    def _is_on(self, mesh) -> bool:
+        return mesh is self._mesh or _groups_of(mesh) == self._groups
 
     def _range(self, way: str):
         """What a profile shows in place of the op."""
