@@ -9,7 +9,6 @@ that says so in the same exchange.
 from __future__ import annotations
 
 import hashlib
-import os
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,12 @@ from cp_dispatch.call import Call
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.options import Options
+from cp_dispatch.switches import is_on
 
 
 def debug_is_on() -> bool:
     """Whether ``CP_DISPATCH_DEBUG`` is set; a trace has nobody to ask."""
-    return os.environ.get("CP_DISPATCH_DEBUG", "0") not in ("", "0") and not is_tracing()
+    return is_on("CP_DISPATCH_DEBUG", False) and not is_tracing()
 
 
 def check_agreement(options: Options, call: Call) -> None:

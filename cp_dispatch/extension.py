@@ -15,6 +15,7 @@ import os
 import torch
 
 from cp_dispatch._compat import kernel_is_registered
+from cp_dispatch.switches import is_on
 
 logger = logging.getLogger("cp_dispatch")
 
@@ -28,7 +29,7 @@ NEWEST_CUDA_KERNEL = "push_pair"
 
 def _load() -> str:
     """Load the extension. Returns "" if it is loaded, else why not."""
-    if os.environ.get("CP_DISPATCH_USE_CPP", "1") == "0":
+    if not is_on("CP_DISPATCH_USE_CPP", True):
         return "CP_DISPATCH_USE_CPP=0"
     if importlib.util.find_spec("cp_dispatch._C") is None:
         return "it is not built; install cp_dispatch where there is a C++ compiler"

@@ -17,6 +17,7 @@ that comes is placed otherwise, and with ``create_graph=True``.
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from cp_dispatch._compat import (
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.groups import exists
 from cp_dispatch.kernels import Repeated
 from cp_dispatch.ops import backward_op
 from cp_dispatch.sharding import target_placements
@@ -46,8 +48,8 @@ _MAX_KNOWN, _MAX_GRADIENTS = 1024, 16
 def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -> tuple | None:
     """All that a call without mask and dropout depends on; None where it has to go the whole way.
 
-    The mesh is in it by identity, which the entry keeps alive: meshes that are equal may have
-    other groups.
+    The mesh is in it by its groups: slices of one mesh are made anew again and again, and are as
+    good as each other, but meshes that are equal may have other groups.
     """
     if dispatch_modes_are_on() or not _are_plain_dtensors(query, key, value):
         return None
@@ -57,10 +59,16 @@ def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -
     mesh = query_spec.mesh
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     return (
-        options, id(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal, scale,
-        enable_gqa, needs and torch.is_grad_enabled(), sdp_flags(),
+        options, _groups_of(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal,
+        scale, enable_gqa, needs and torch.is_grad_enabled(), sdp_flags(),
         torch.cuda.current_device() if mesh.device_type == "cuda" else None,
     )  # fmt: skip
+
+
+def _groups_of(mesh) -> tuple | None:
+    if mesh.get_coordinate() is None:
+        return None
+    return tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])
 
 
 def known(slot: tuple) -> Prepared | None:
@@ -81,6 +89,8 @@ def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) ->
     ):
         return
     prepared = Prepared(plan.backend, mesh, arguments, output, logsumexp)
+    for old in [old for old, other in list(_known.items()) if other.is_gone]:
+        _known.pop(old, None)
     keep(_known, slot, prepared, _MAX_KNOWN)
 
 
@@ -101,7 +111,14 @@ class Prepared:
         self._arguments = arguments
         self._specs = dtensor_spec(output), dtensor_spec(logsumexp)
         self._gradients: dict[tuple, tuple] = {}
+        self._thread, self._groups = threading.get_ident(), _groups_of(mesh)
         self._kernels = Repeated(BACKENDS[backend], arguments)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the mesh is one from before destroy_process_group, whose groups it holds."""
+        # Ranks that are threads have a world each.
+        return self._thread == threading.get_ident() and not exists(self._groups[0])
 
     def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
         if torch.is_grad_enabled() and (
@@ -123,7 +140,7 @@ class Prepared:
             and not dispatch_modes_are_on()
             and _are_plain_dtensors(grad_output, *saved)
             and grad_output.placements == self._specs[0].placements
-            and grad_output.device_mesh is self._mesh
+            and self._is_on(grad_output.device_mesh)
         ):
             slot = *map(dtensor_spec, (grad_output, *saved)), key_grad
             known = self._gradients.get(slot)
@@ -139,6 +156,9 @@ class Prepared:
         with below_autograd(), self._range("_backward"):
             grads = self._kernels.backward(*own, key_grad)
         return tuple(map(dress, grads, known))
+
+    def _is_on(self, mesh) -> bool:
+        return mesh is self._mesh or _groups_of(mesh) == self._groups
 
     def _range(self, way: str):
         """What a profile shows in place of the op."""

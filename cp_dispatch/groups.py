@@ -36,3 +36,12 @@ def ring_group_name(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
         if ranks not in known:
             known[ranks] = new_group_of_these(ranks)
     return group_name(known[ranks])
+
+
+def exists(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed it; asked by a thread of its world."""
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return False
+    return True

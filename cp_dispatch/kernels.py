@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from cp_dispatch.schedules import SCHEDULES, flags_alone, of_direction
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 
-_jobs: dict[tuple, tuple] = {}  # jobs without tensors, and the groups that they were made for
+_jobs: dict[tuple, tuple] = {}  # jobs without tensors, and the groups, weakly, of each
 _MAX_JOBS = 256
 
 
@@ -50,14 +51,19 @@ def job_of(
     known = _jobs.get(key)
     group = resolve_group(group_name) if group_name else None
     # Names of groups repeat after destroy_process_group, and on threads that play ranks.
-    if known is None or known[0] is not group:
+    if known is None or known[0]() is not group:
         job = _job(
             backend, query, group, None, None, origin, is_causal, scale,
             query_length, key_length, schedule, ring_shape, layout, mask_order,
         )  # fmt: skip
-        known = group, job
+        known = _weakly(group), job
         keep(_jobs, key, known, _MAX_JOBS)
     return known[1], SCHEDULES[schedule]
+
+
+def _weakly(group):
+    """What gives the group, as long as it is there."""
+    return (lambda: None) if group is None else weakref.ref(group)
 
 
 def _job(

@@ -125,7 +125,9 @@ class ContextParallel(ParallelStyle):
 
     def _forward(self, mesh: DeviceMesh, window: int | None, own):
         """The same function for modules that are alike, for their graphs are."""
-        key = mesh, window
+        # Meshes that are equal may have other groups, as those before destroy_process_group.
+        group = None if mesh.get_coordinate() is None else mesh.get_group()
+        key = mesh, window, group
         if own is None and key in self._forwards:
             return self._forwards[key]
         decide = partial(self._context, mesh, window, None, [])

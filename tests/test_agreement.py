@@ -23,7 +23,8 @@ def mesh():
 
 
 @pytest.mark.parametrize(
-    "value, on", [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)]
+    "value, on",
+    [(None, False), ("", False), ("0", False), ("Off", False), ("1", True), ("yes", True)],
 )
 def test_the_switch(monkeypatch, value, on):
     if value is None:

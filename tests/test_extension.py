@@ -238,3 +238,9 @@ def test_cuda_kernels_of_an_older_build_are_mentioned(monkeypatch, caplog):
         assert extension.state() == "loaded" and not extension.why_not_loaded()
     finally:
         extension._mention_cuda.cache_clear()
+
+
+def test_a_switch_is_off_by_a_word_too(monkeypatch):
+    for value, on in {"false": False, "No": False, "": True, "1": True}.items():
+        monkeypatch.setenv("CP_DISPATCH_USE_CPP", value)
+        assert (extension._load() != "CP_DISPATCH_USE_CPP=0") is on

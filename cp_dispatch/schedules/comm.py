@@ -5,12 +5,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dispatch._compat import all_gather_single, new_group_of_these
+from cp_dispatch._compat import (
+    all_gather_single,
+    group_name,
+    new_group_of_these,
+    resolve_group,
+)
 from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.mailboxes import mailbox
 from cp_dispatch.schedules.reach import is_used_by
@@ -19,7 +25,11 @@ _MOST_STEPS = 2**16
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
-_rings: dict[tuple, tuple[dist.ProcessGroup, Ring]] = {}
+# Weakly, as all that is kept of groups: torch holds them until destroy_process_group, and what is
+# left of one then would go on to hold its threads and sockets.
+_rings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Ring]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Ring:
@@ -37,21 +47,27 @@ class Ring:
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> Ring:
         """The ring of a group, one for each and device."""
-        key = group.group_name, device
-        known = _rings.get(key)
-        # Group names repeat after destroy_process_group, and in threads.
-        if known is None or known[0] is not group:
-            known = _rings[key] = (group, cls(group, device))
-        return known[1]
+        rings = _rings.setdefault(group, {})
+        if device not in rings:
+            rings[device] = cls(group, device)
+        return rings[device]
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group = _communicator(group, device)
+        own = _communicator(group, device)
+        self._group, self._group_name = weakref.ref(own), group_name(own)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
         #: What this call has done with mailboxes (see :mod:`flags_alone`); the oldest go, where
         #: nobody clears it.
         self.steps: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STEPS)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group that carries the traffic."""
+        group = self._group()
+        # Of a group that torch made in C++ nobody may hold the Python object.
+        return resolve_group(self._group_name) if group is None else group
 
     def mark(self) -> torch.cuda.Event | None:
         """This point of the current stream, for :meth:`after`; None on CPU, which runs in order."""
@@ -154,9 +170,13 @@ class SubRing(Ring):
     """
 
     def __init__(self, whole: Ring, members: range):
-        self.group, self.stream = whole.group, whole.stream
+        self.stream = whole.stream
         self.rank, self.world_size = members.index(whole.rank), len(members)
         self._whole, self._members = whole, members
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._whole.group
 
     def _all_to_all(self, send, receive, outgoing, incoming) -> dist.Work:
         spread = []

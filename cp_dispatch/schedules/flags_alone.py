@@ -71,11 +71,15 @@ class _Ring(Ring):
     may_push = True
 
     def __init__(self, ring: Ring):
-        self.group, self.rank, self.world_size = ring.group, ring.rank, ring.world_size
+        self.rank, self.world_size = ring.rank, ring.world_size
         self.stream = None
         self._ring, self._boxes = ring, {}
         self._done = Counter(ring.steps)
         ring.steps.clear()
+
+    @property
+    def group(self):
+        return self._ring.group
 
     def mailbox(self, name: str, size: int) -> _Box | None:
         box = self._ring.mailbox(name, size)

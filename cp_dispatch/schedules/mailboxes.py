@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dispatch.graph_memory import apart
+from cp_dispatch.groups import exists
 from cp_dispatch.schedules.mailbox import HEADER, Mailbox
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
 
@@ -90,15 +91,6 @@ def _finish(device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
         stream.synchronize()
 
 
-def _exists(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed it."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return False
-    return True
-
-
 def held_bytes() -> int:
     """Bytes of GPU memory in mailboxes, which torch's memory statistics do not count."""
     boxes = [box for _, box in _boxes.values()] + _retired
@@ -110,7 +102,7 @@ def free() -> None:
     rooms makes them anew."""
     for key, (group, box) in list(_boxes.items()):
         box.let_side_follow()
-        if _exists(group):
+        if exists(group):
             _meet(group, box.device, (box.side,))
         else:  # its last calls are over on all ranks once they are here
             _finish(box.device, (box.side,))

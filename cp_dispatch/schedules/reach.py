@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cp_dispatch._compat import all_gather_single, symmetric_memory
 from cp_dispatch.extension import NEWEST_CUDA_KERNEL, has_kernel
 from cp_dispatch.schedules.host import number_of_host
+from cp_dispatch.switches import is_on
 
 _reachable: dict[str, tuple[dist.ProcessGroup, bool]] = {}
 
@@ -40,7 +41,7 @@ def ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _can_try() -> bool:
-    wanted = os.environ.get("CP_DISPATCH_COPY_ENGINES", "1") != "0"
+    wanted = is_on("CP_DISPATCH_COPY_ENGINES", True)
     return wanted and symmetric_memory is not None and has_kernel(NEWEST_CUDA_KERNEL, "cuda")
 
 

@@ -10,8 +10,9 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +24,7 @@ from cp_dispatch.kernels import Repeated
 from tests.distributed.reference import Problem
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
+from tests.ranks import one_rank
 
 BASE = {"batch": 2, "length": 128, "dim": 16}
 CAUSAL = Problem(**BASE, causal=True)
@@ -154,12 +156,43 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
         F.scaled_dot_product_attention(query, key, value)
         F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
         attend(*inputs(mesh, Problem(**BASE | {"length": 64}, causal=True), needs=False)[:3])
-        attend(*inputs(init_device_mesh("cpu", (1,)), needs=False)[:3])
+        other = DeviceMesh.from_group(dist.new_group([0]), "cpu")
+        attend(*inputs(other, needs=False)[:3])
         attend(query, key, value)
 
     with cp_dispatch.enabled():
         on_ranks(body, 1)
     assert len(calls) == 7
+
+
+@pytest.mark.parametrize("groups, whole_ways", [("the same", 2), ("others", 4)])
+def test_slices_of_a_mesh_are_one_and_meshes_of_other_groups_are_not(
+    monkeypatch, groups, whole_ways
+):
+    calls = counted(monkeypatch)
+
+    def body(mesh):
+        for _ in range(2):
+            if groups == "the same":
+                part = mesh["cp"]
+            else:
+                part = DeviceMesh.from_group(dist.new_group([0]), "cpu", mesh_dim_names=("cp",))
+            query, key, value, grad = inputs(part)
+            for _ in range(2):
+                torch.autograd.grad(attend(query, key, value), (query, key, value), grad)
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 1, (1, 1), ("dp", "cp"))
+    assert len(calls) == whole_ways
+
+
+def test_calls_on_a_mesh_whose_groups_are_destroyed_are_forgotten():
+    """They hold the mesh, that its groups, and those their threads and sockets."""
+    fast_path._known.clear()
+    for _ in range(3):
+        with one_rank() as mesh, cp_dispatch.enabled():
+            warm(mesh, needs=False)
+    assert len(fast_path._known) == 1
 
 
 def test_watchers_see_the_op():

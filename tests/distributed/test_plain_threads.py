@@ -6,10 +6,12 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.utils.checkpoint import checkpoint
@@ -460,6 +462,31 @@ def test_blocks_nest_and_follow_each_other():
             assert torch.equal(outer[0], query) and torch.equal(inner[0], query)
 
     on_mesh(2, body)
+
+
+def test_a_style_is_for_more_than_one_world():
+    """Meshes of the same ranks are equal, and it took the groups of the first one."""
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value).chunk(2, 2)
+
+    class Attention(nn.Module):
+        def forward(self, *inputs):
+            return F.scaled_dot_product_attention(*inputs)
+
+    styles = [cp_dispatch.ContextParallel(balancer=None) for _ in range(4)]
+
+    def body(groups: int, rank: int) -> None:
+        for _ in range(groups):
+            dist.new_group([0, 2])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+        module = parallelize_module(Attention(), mesh, styles[rank])
+        at = mesh.get_local_rank()
+        torch.testing.assert_close(
+            module(*(x.chunk(2, 2)[at] for x in (query, key, value))), want[at]
+        )
+
+    for groups in (0, 3):
+        run_threads(4, functools.partial(body, groups))
 
 
 def test_dtensors_mean_what_they_mean_outside():

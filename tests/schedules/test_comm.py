@@ -1,6 +1,8 @@
 """What a ring's stream and its communicator have to do with others."""
 
 import contextlib
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -76,3 +78,17 @@ def test_a_ring_on_nccl_has_a_communicator_of_its_own(config, device, own):
     ):
         group = mesh.get_group()
         assert comm._communicator(group, torch.device(device)) is (made if own else group)
+
+
+def test_a_group_goes_when_it_is_destroyed():
+    """Its threads and sockets would be there for ever, of every one that a process makes."""
+    with one_rank():
+        group = dist.new_group([0])
+        ring, seen = Ring.of(group, torch.device("cpu")), weakref.ref(group)
+        assert ring.group is group and Ring.of(group, torch.device("cpu")) is ring
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert seen() is None
+        with pytest.raises(RuntimeError, match="resolve the process group"):
+            ring.group  # noqa: B018  not None, which would mean all ranks
