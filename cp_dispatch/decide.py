@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _plans: dict[tuple, Plan] = {}
 _told: dict[Plan, None] = {}  # in the log
-_MAX_PLANS = 1024  # of each: a plan holds its layout, which may be another one at every step
+_MAX_PLANS = 256  # of each: a plan holds its layout, which may be another one at every step
 
 
 def make_plan(options: Options | None, call: Call) -> Plan:

@@ -42,7 +42,7 @@ from cp_dispatch.ops import backward_op
 from cp_dispatch.sharding import target_placements
 
 _known: dict[tuple, Prepared] = {}
-_MAX_KNOWN, _MAX_GRADIENTS = 1024, 16
+_MAX_KNOWN, _MAX_GRADIENTS = 256, 16
 
 
 def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -> tuple | None:

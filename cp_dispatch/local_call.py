@@ -256,7 +256,7 @@ def _spread(mesh, shard: torch.Tensor, dim: int, length: int) -> DTensor:
     return whole_of(mesh, shard.detach(), dim, length).requires_grad_(shard.requires_grad)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _plan(
     mesh, options, outlines, dropout_p, is_causal, scale, enable_gqa, grad_mode, *switches
 ) -> Plan:

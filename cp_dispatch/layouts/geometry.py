@@ -144,7 +144,7 @@ def _spans_in(found: tuple[Tile, ...]) -> int:
 _tiles = ByWeight(_make_tiles, _spans_in, most=2**22)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _last_hop(geometry, owner: int) -> int:
     for hop in range(geometry.world_size - 1, 0, -1):
         if geometry.tiles((owner + hop) % geometry.world_size, owner):

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     pieces: int
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def plan_of(geometry: Geometry, rank: int) -> Plan:
     """The tiles of a rank, those that its own keys suffice for apart."""
     world_size = geometry.world_size
