@@ -32,7 +32,7 @@ from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
 from cp_dispatch.schedules.gather_plan import plan_of
-from cp_dispatch.schedules.gathered import ROOM, gathered_keys
+from cp_dispatch.schedules.gathered import ROOM, gathered_keys, room_bytes
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.half_swap import HalfSwap, swapped
 from cp_dispatch.schedules.job import Job
@@ -100,7 +100,9 @@ class _Gather:
         if key_grad:
             dtype = job.backend.gradient_dtype(key.dtype)
             nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
-            # Before keys are in that room, for it may have to become larger.
+            # Before keys are in that room, for it may have to become larger. Nor may it do so for
+            # keys once shares have it, as where the forward's room was freed.
+            job.ring.mailbox(ROOM, room_bytes(key, value, job.ring.world_size))
             sums = KeyShares(
                 key, value, job.geometry, job.ring, dtype, nothing=nothing, room=ROOM
             )  # fmt: skip

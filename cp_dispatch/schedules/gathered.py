@@ -21,7 +21,7 @@ def gathered_keys(
     key: Tensor, value: Tensor, geometry: Geometry, ring: Ring
 ) -> GatheredKeys | PushedKeys:
     """The keys of all ranks, on their way once the result's ``coming()`` is entered."""
-    box = ring.mailbox(ROOM, _room_bytes(key, value, ring.world_size))
+    box = ring.mailbox(ROOM, room_bytes(key, value, ring.world_size))
     if box is None:
         return GatheredKeys(key, value, plan_of(geometry, ring.rank).pieces, ring)
     return PushedKeys(key, value, geometry, ring, box)
@@ -149,5 +149,6 @@ class _Rooms:
                     )  # fmt: skip
 
 
-def _room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:
+def room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:
+    """Of the keys and values of all ranks."""
     return sum(aligned(world_size * x.nbytes) for x in (key, value))

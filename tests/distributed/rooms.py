@@ -58,6 +58,12 @@ class Rooms:
 
         return mailbox
 
+    def free(self) -> None:
+        """Of all ranks, by one of them while the others wait."""
+        self._rooms.clear()
+        self._boxes.clear()
+        self._sizes.clear()
+
     @property
     def used(self) -> set[str]:
         """Names of the boxes that were pushed to."""

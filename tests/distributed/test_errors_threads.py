@@ -238,6 +238,28 @@ def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeyp
     rooms.assert_all_is_quiet()
 
 
+def test_a_gathers_backward_whose_room_was_freed_has_one_room_all_the_same(rooms, monkeypatch):
+    """Keys made the one of the shares larger, and a rank that failed looked for flags there."""
+    problem = Problem(heads=2, length=64, dim=16)
+    tensors, calls, barrier = problem.tensors(), threading.local(), threading.Barrier(2)
+    monkeypatch.setattr(CpuFlash, "backward", failing_at(calls, CpuFlash.backward))
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        *inputs, grad = (distribute(x, mesh, (Shard(2),)) for x in tensors)
+        output = problem.attend(*(x.requires_grad_() for x in inputs))
+        if barrier.wait() == 0:
+            rooms.free()
+        barrier.wait()
+        calls.left = 0 if rank else -1
+        with pytest.raises(torch.OutOfMemoryError) if rank else contextlib.nullcontext():
+            torch.autograd.grad(output, inputs, grad)
+
+    with only("cpu_flash"), cp_dispatch.enabled(schedule="gather"):
+        run_threads(2, rank_body)
+    rooms.assert_all_is_quiet()
+
+
 @pytest.mark.parametrize("name", ["forward", "backward"])
 @pytest.mark.parametrize("kind", [None, "mirrored", "head-tail", "documents"])
 @pytest.mark.parametrize("failing", [(1,), (3,), (0, 2), (0, 1, 2, 3)], ids=str)
