@@ -169,8 +169,10 @@ class Balancer:
     @functools.cached_property
     def _outline(self) -> Balancer | None:
         outline = object.__new__(type(self))
-        found = {name: x for name, x in vars(self).items() if name not in ("indices", "inverse")}
-        vars(outline).update(found, _outline=None)
+        # Of a copy, for another thread may be working out what this has not got yet.
+        found = vars(self).copy().items()
+        kept = {name: x for name, x in found if name not in ("indices", "inverse")}
+        vars(outline).update(kept, _outline=None)
         return outline
 
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import random
+import sys
 
 import pytest
 import torch
@@ -394,3 +395,19 @@ def test_numbers_of_any_kind():
     )
     # Caches of compiled graphs tell layouts apart by their representations.
     assert repr(BlockBalanced(numbers, 2)) != repr(BlockBalanced([4, 3, 2, 1], 2))
+
+
+def test_outlines_are_made_while_other_threads_work_things_out():
+    """It raised RuntimeError: a dict changed while it was walked."""
+    balancer, number, before = HeadTail(16, 2), itertools.count(), sys.gettrace()
+
+    def another_thread(*_):
+        vars(balancer)[f"worked out {next(number)}"] = None
+        return another_thread
+
+    sys.settrace(another_thread)
+    try:
+        outline = balancer.outline
+    finally:
+        sys.settrace(before)
+    assert outline == balancer and outline is not balancer
