@@ -41,7 +41,7 @@ from cp_dispatch.layouts import Balancer, unshard
 from cp_dispatch.layouts.buffers import permute
 from cp_dispatch.plain_buffers import checked, length_of, listed, shard_of, swapped
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
-from cp_dispatch.toggle import plain_shards
+from cp_dispatch.toggle import plain_context, plain_shards
 
 # Torch's names of how keys travel, and the schedules that they ask for.
 ROTATE_METHODS = {"allgather": "auto", "alltoall": "ring"}
@@ -146,7 +146,8 @@ def context_parallel_unshard(
         buffers: shards of any dtype, of lengths as ``torch.chunk`` gives them to ranks.
         seq_dims: the sequence dim of each.
         load_balancer: torch's name for ``balancer``. None, as in torch, is the default order.
-        balancer: as for :func:`context_parallel`; ``"auto"`` fits what that one does by default.
+        balancer: as for :func:`context_parallel`. ``"auto"``: inside a block over this mesh its
+            order, else what a block does by default.
 
     Returns:
         A list of new tensors, the same on every rank. For gradients use
@@ -158,6 +159,8 @@ def context_parallel_unshard(
     if load_balancer is not None:
         balancer = load_balancer
     check_balancer(balancer)
+    if balancer == "auto" and (block := plain_context()) is not None and block.mesh == mesh:
+        balancer = block.balancer
     buffers, dims = listed(buffers, "buffers"), listed(seq_dims, "seq_dims")
     if len(buffers) != len(dims):
         raise ContextParallelValueError(

@@ -464,6 +464,21 @@ def test_blocks_nest_and_follow_each_other():
     on_mesh(2, body)
 
 
+@pytest.mark.parametrize("order", [None, cp_dispatch.HeadTail(18, 2), "head-tail", "auto"])
+def test_unshard_goes_by_the_order_of_the_block(order):
+    """In natural order it took the rows for torch's default, in silence."""
+    for length in (18,) if order not in (None, "auto") else (16, 18):
+        whole = torch.arange(2 * length).view(2, length)
+
+        def body(mesh, whole=whole):
+            buffer = whole.clone()
+            with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1], balancer=order):
+                (got,) = cp_dispatch.context_parallel_unshard(mesh, [buffer], [1])
+            assert torch.equal(got, whole)
+
+        on_mesh(2, body)
+
+
 def test_a_style_is_for_more_than_one_world():
     """Meshes of the same ranks are equal, and it took the groups of the first one."""
     query, key, value = sequences(16)
