@@ -107,10 +107,10 @@ def run_op(
         warn_of_no_rows((query, call.key, call.value))
         note_group(group_name, state)
         _guard_shards(plan, call)
+    layout = ("", "rows") if plan.layout is None else (plan.layout.text, plan.mask_order)
     arguments = (
         mask, seed, call.dropout_p, origin, call.is_causal, call.scale, *lengths, plan.op_schedule,
-        [mesh.size(dim) for dim in plan.mesh_dims], group_name,
-        "" if plan.layout is None else plan.layout.text, plan.mask_order,
+        [mesh.size(dim) for dim in plan.mesh_dims], group_name, *layout,
     )  # fmt: skip
     output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
     if group_name:

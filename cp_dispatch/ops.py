@@ -34,7 +34,8 @@ NAMESPACE = "cp_dispatch"
 #   logsumexp                  (B, H, Sq), natural log, float32; float64 for float64 and math
 # layout "" is natural order, else the text of a balancer (see layouts/balancer.py), in whose order
 # the shards lie. Then a mask's rows and keys are those of the whole sequence by position, but for
-# mask_order: "rows", "keys" or "rows,keys" lie as the shards do, and of rows there are Sq.
+# mask_order: "rows", "keys" or "rows,keys" lie as the shards do, and of rows there are Sq. In
+# natural order that is "rows": by it, not by the layout, the rule says how a mask is placed.
 # All in one dtype, but that output and grad_output of ring_math_attention are float64, and the
 # gradient of a bias is float32 for 16-bit inputs, because ranks have yet to sum it.
 # scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,

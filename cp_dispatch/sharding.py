@@ -98,9 +98,9 @@ def _is_whole(placement: Shard, mask_shape, whole_rows: bool) -> bool:
     return mask_shape[placement.dim] == 1 or (whole_rows and placement.dim == SEQUENCE_DIM)
 
 
-def _strategy(query_index: int, mask_index: int, layout_index: int, backward: bool):
-    """The rule of an op whose query, mask and layout are its arguments of these indices; the seed
-    of dropout, on every rank, follows the mask, and the mask's order the layout."""
+def _strategy(query_index: int, mask_index: int, order_index: int, backward: bool):
+    """The rule of an op whose query, mask and mask_order are its arguments of these indices; the
+    seed of dropout, on every rank, follows the mask."""
 
     def strategy(op_schema: OpSchema) -> OpStrategy:
         args = [
@@ -115,8 +115,7 @@ def _strategy(query_index: int, mask_index: int, layout_index: int, backward: bo
         wanted[query_index + 1] = wanted[query_index + 2] = key_target
         results = [target, target]
         wanted[mask_index + 1] = (Replicate(),) * mesh.ndim
-        layout, order = op_schema.args_schema[layout_index : layout_index + 2]
-        whole_rows = bool(layout) and "rows" not in order
+        whole_rows = "rows" not in op_schema.args_schema[order_index]
         if mask is not None:
             wanted[mask_index] = mask_placements(target, mask.shape, whole_rows)
         if backward:
@@ -145,10 +144,11 @@ def _strategy(query_index: int, mask_index: int, layout_index: int, backward: bo
 
 def _register(op: torch._ops.OpOverload, backward: bool) -> None:
     names = argument_names(op)
-    query, mask, layout = map(names.index, ("query", "attn_mask", "layout"))
-    # Of the arguments that are no tensors, the layout and what comes after it decide.
-    register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=layout))(
-        _strategy(query, mask, layout, backward)
+    query, mask, order = map(names.index, ("query", "attn_mask", "mask_order"))
+    # Of the arguments that are no tensors, the mask's order and what comes after it decide. Not the
+    # layout: torch forgets nothing, and data may come in another one at every step.
+    register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=order))(
+        _strategy(query, mask, order, backward)
     )
 
 

@@ -1,9 +1,15 @@
 """DTensor rules of the ops: known answers, and what the ops then return."""
 
+import gc
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import OpSchema
 
+import cp_dispatch
+from cp_dispatch import PerDocumentHeadTail
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.ops import backward_op, forward_op
 from cp_dispatch.sharding import (
@@ -143,7 +149,7 @@ def test_ops_place_what_they_return(query, key, mask_shape, mask, grad_mask, sch
         # A call whose lengths are those of the shard, so that a ring of one fits.
         options = (
             bias, None, 0.0, [], False, None, local[0][2], local[1][2], schedule, [], "",
-            "", "",
+            "", "rows",
         )  # fmt: skip
         out, lse = forward_op("math")(*tensors, *options)
         grads = backward_op("math")(out, *tensors, out, lse, *options, True, True)
@@ -172,3 +178,22 @@ def test_in_a_layout_a_mask_may_have_whole_rows(whole_rows, placed, gradient):
 def test_every_op_has_a_rule(name):
     strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     assert forward_op(name) in strategies and backward_op(name) in strategies
+
+
+def test_torch_remembers_a_call_once_for_all_layouts():
+    """It forgets nothing, and documents may lie otherwise at every step."""
+    def remembered() -> int:
+        gc.collect()
+        ours = (x for x in gc.get_objects() if type(x) is OpSchema and "ring_" in str(x.op))
+        return sum(1 for _ in ours)
+
+    counts = []
+    with fake_ranks(2) as mesh:
+        for document in range(1, 7):
+            layout = PerDocumentHeadTail([document, 16 - document], 2)
+            query = sharded(mesh, (1, 2, 16, 8), (S,)).requires_grad_()
+            with cp_dispatch.enabled(layout=layout):
+                output = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+                output.sum().backward()
+            counts.append(remembered())
+    assert counts[1:] == counts[1:2] * 5 and counts[1] > 0
