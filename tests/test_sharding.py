@@ -182,6 +182,7 @@ def test_every_op_has_a_rule(name):
 
 def test_torch_remembers_a_call_once_for_all_layouts():
     """It forgets nothing, and documents may lie otherwise at every step."""
+
     def remembered() -> int:
         gc.collect()
         ours = (x for x in gc.get_objects() if type(x) is OpSchema and "ring_" in str(x.op))
