@@ -152,7 +152,7 @@ def _register(op: torch._ops.OpOverload, backward: bool) -> None:
     )
 
 
-# Not the public register_sharding: its cache key holds only int arguments, and a layout is a str.
+# Not the public register_sharding: its cache key holds only int arguments, and mask_order is a str.
 for _name in BACKENDS:
     _register(forward_op(_name), False)
     _register(backward_op(_name), True)

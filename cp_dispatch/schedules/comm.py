@@ -25,8 +25,8 @@ _MOST_STEPS = 2**16
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
-# Weakly, as all that is kept of groups: torch holds them until destroy_process_group, and what is
-# left of one then would go on to hold its threads and sockets.
+# Weakly: torch holds groups until destroy_process_group, and what is left of one then would go on
+# to hold its threads and sockets. (On CUDA a ring's own group is held until the name comes again.)
 _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Ring]] = (
     weakref.WeakKeyDictionary()
 )
