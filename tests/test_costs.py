@@ -113,11 +113,26 @@ def test_every_stage_of_heads_is_a_call_for_the_host():
     known = constants(floors={"ulysses": {"forward": ((4, 1e-3),), "backward": ((4, 2e-3),)}})
     fast = dataclasses.replace(known, kernels=constants(rate=FREE).kernels)
     many = settle(ring(tokens=65536, heads=(32, 32)), "ulysses", "cuda")
-    stages = len(SCHEDULES["ulysses"].messages(many, 0).stages)
-    assert stages > 1
+    stages, more = (
+        len(SCHEDULES["ulysses"].messages(many, 0, backward).stages) for backward in (False, True)
+    )
+    assert 1 < stages <= more
     assert predict(settle(ring(tokens=8), "ulysses", "cuda"), fast).forward == pytest.approx(1e-3)
     free = dataclasses.replace(fast, moves=constants(bandwidth=FREE).moves, copy=line(FREE))
-    assert predict(many, free) == pytest.approx((stages * 1e-3, stages * 2e-3))
+    assert predict(many, free) == pytest.approx((stages * 1e-3, more * 2e-3))
+
+
+@pytest.mark.parametrize("tokens, heads, stages", [
+    (4096, (32, 8), (1, 1)),
+    (8192, (32, 8), (1, 2)),  # a backward's kernels take half the room
+    (4096, (32, 32), (1, 1)),  # as many bytes, and a fourth of the work for the host to hide behind
+    (32768, (32, 8), (2, 4)),
+    (32768, (16, 1), (1, 1)),  # no rank has several key heads
+])  # fmt: skip
+def test_stages_go_by_bytes_and_work(tokens, heads, stages):
+    plan = settle(ring(tokens=tokens, heads=heads, ranks=2), "ulysses", "cuda")
+    messages = (SCHEDULES["ulysses"].messages(plan, 0, backward) for backward in (False, True))
+    assert tuple(len(x.stages) for x in messages) == stages
 
 
 def test_few_heads_take_longer():

@@ -38,7 +38,7 @@ def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Pre
     for direction, one in (("forward", plan.of_forward), ("backward", plan.of_backward)):
         model = Pieces(one, constants, links, fitting[0], direction)
         seconds = max(PHASES[one.schedule](model, rank) for rank in _looked_at(one.world_size))
-        found.append(max(seconds, _floor(one, constants, direction) * _stages(one)))
+        found.append(max(seconds, _floor(one, constants, direction) * _stages(one, direction)))
     return Prediction(*found)
 
 
@@ -51,10 +51,12 @@ def _floor(plan: Plan, constants: Constants, direction: str) -> float:
     return sum(constants.floor(name, direction, plan.world_size) for name in parts)
 
 
-def _stages(plan: Plan) -> int:
+def _stages(plan: Plan, direction: str) -> int:
     """Each is as much for the host as a call of one."""
     schedule = SCHEDULES[plan.schedule_name]
-    return len(schedule.messages(plan, 0).stages) if hasattr(schedule, "messages") else 1
+    if not hasattr(schedule, "messages"):
+        return 1
+    return len(schedule.messages(plan, 0, direction == "backward").stages)
 
 
 def _looked_at(ranks: int) -> list[int]:

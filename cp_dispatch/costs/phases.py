@@ -110,13 +110,13 @@ def _heads(model: Pieces, rank: int) -> float:
     plan = model.plan
     schedule = SCHEDULES[plan.schedule_name]
     ranks = schedule.ranks or plan.world_size
-    messages = schedule.messages(plan, rank)
+    messages = schedule.messages(plan, rank, model.backward)
     # Copy engines pack nothing on the way out; on the way home all is copied out of the room.
     pushed = schedule.ranks is None and model.pushes(ranks)
     name = "push" if pushed else "all_to_all"
     there, compute, back = [], [], []
     for stage in messages.stages:
-        moves = messages.of_stage(stage, model.backward)
+        moves = messages.of_stage(stage)
         for found, parts in zip((there, back), moves, strict=True):
             sizes = [move.bytes for move in parts]
             copied = sum(sizes) * ranks / (ranks - 1)

@@ -73,7 +73,7 @@ class Heads:
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
-        team = _Team(self, job, query, key, value)
+        team = _Team(self, job, query, key, value, backward=False)
 
         def compute(stage: Sequence[Share], q: Tensor, k: Tensor, v: Tensor):
             outs, lses = [], []
@@ -108,7 +108,7 @@ class Heads:
         mask_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
-        team = _Team(self, job, query, key, value)
+        team = _Team(self, job, query, key, value, backward=True)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
 
         def compute(stage: Sequence[Share], q, go, out, lse, k, v):
@@ -154,9 +154,9 @@ class Heads:
             dk, dv = (x.copy_(total) for x, total in zip(narrow, (dk, dv), strict=True))
         return dq, dk, dv, grad_mask
 
-    def messages(self, plan, rank: int) -> head_costs.Messages:
+    def messages(self, plan, rank: int, backward: bool) -> head_costs.Messages:
         """What a plan with this schedule moves on a rank."""
-        return head_costs.Messages(self, plan, rank)
+        return head_costs.Messages(self, plan, rank, backward)
 
     transfers = head_costs.transfers
     extra_bytes = head_costs.extra_bytes
@@ -166,7 +166,7 @@ class Heads:
 class _Team:
     """The group that shares heads on this rank, and what it does with them."""
 
-    def __init__(self, schedule: Heads, job: Job, query: Tensor, key: Tensor, value: Tensor):
+    def __init__(self, schedule: Heads, job: Job, query, key, value, backward: bool):
         ring, geometry = job.ring, job.geometry
         ranks = schedule.ranks or ring.world_size
         self._rank = ring.rank % ranks
@@ -182,7 +182,7 @@ class _Team:
         }
         self._one_side = head_costs.one_side(geometry)
         shapes = tuple((x.size(1), x.size(-1)) for x in (query, key, value))
-        count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks)
+        count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks, backward)
         self._stages = head_shares(heads, key_heads, ranks, count)
         self.key_grad_dtype = head_costs.key_grad_dtype(self._stages[0], key_heads, key.dtype)
         # A kernel would round a rank's share of a head's gradient, of which there are several, once

@@ -237,7 +237,7 @@ def test_ulysses_moves_heads_there_and_back(recorder, world_size, heads, key_hea
 ])  # fmt: skip
 def test_plans_know_what_heads_cost(monkeypatch, recorder, fields, stages, schedule, kernel):
     if stages > 1:
-        monkeypatch.setattr(head_costs, "_STAGE_BYTES", 1)
+        monkeypatch.setattr(head_costs, "_wanted", lambda *_: stages)
     problem = Problem(**{"heads": 8, "key_heads": fields.get("heads", 4), "length": 64} | fields)
     with only(kernel):
         records = traffic(recorder, problem, 4, schedule=schedule)

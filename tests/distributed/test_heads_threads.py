@@ -55,7 +55,7 @@ def judge(
 @pytest.fixture
 def stages(monkeypatch):
     """As many stages as heads allow, however short the shards."""
-    monkeypatch.setattr(head_costs, "_STAGE_BYTES", 1)
+    monkeypatch.setattr(head_costs, "_wanted", lambda *_: 4)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -118,7 +118,7 @@ def test_copy_engines_put_heads_where_kernels_read_them(monkeypatch, case, stage
     """With rooms that ranks write to, each read before it is written again."""
     rooms = Rooms(monkeypatch)
     if staged:
-        monkeypatch.setattr(head_costs, "_STAGE_BYTES", 1)
+        monkeypatch.setattr(head_costs, "_wanted", lambda *_: 4)
     fields = {"heads": 16, "key_heads": 8, "length": 64, "dim": 16, "causal": True} | PUSHED[case]
     balancer = balancers(fields["length"], 4, fields.get("batch", 1)).get(fields.pop("kind", ""))
     if kernel == "cpu_flash" and "key_length" in fields:

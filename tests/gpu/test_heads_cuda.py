@@ -42,9 +42,9 @@ def exactly(
     problem = Problem(**{"batch": 2, "length": 512, "dim": 64, "dtype": BF16} | fields)
     tensors = problem.tensors(env.device)
     mesh = env.mesh(*mesh, names=("a", "b")) if mesh else env.mesh()
-    least = 1 if staged else head_costs._STAGE_BYTES
+    wanted = (lambda *_: 4) if staged else head_costs._wanted
     with (
-        mock.patch.object(head_costs, "_STAGE_BYTES", least),
+        mock.patch.object(head_costs, "_wanted", wanted),
         mock.patch.object(Ring, "may_push", not by_nccl),
         only(kernel),
     ):
@@ -71,10 +71,10 @@ def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
         distribute(x, env.mesh(), [Shard(2)]).requires_grad_()
         for x in problem.tensors(env.device)[:3]
     ]
-    least = 1 if staged else head_costs._STAGE_BYTES
+    wanted = (lambda *_: 4) if staged else head_costs._wanted
     results = []
     with (
-        mock.patch.object(head_costs, "_STAGE_BYTES", least),
+        mock.patch.object(head_costs, "_wanted", wanted),
         cp_dispatch.enabled(schedule="ulysses", layout=balancer),
         only(kernel),
     ):
