@@ -13,6 +13,7 @@ from cp_dispatch.by_need.selector import Selector
 from cp_dispatch.layouts import Span
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.varlen.keys import add, as_batch
 from cp_dispatch.varlen.traffic import Traffic
 
 # Up to so many runs of rows are added up in one pass over memory.
@@ -28,23 +29,25 @@ class Exchange:
         self._home = Selector(traffic.home, device)
         self._has_all_at_home = traffic.takes[rank] == traffic.rows
         self._gives = [Selector(spans, device) for spans in traffic.gives]
+        self._owners = range(len(traffic.takes))
         self._given = [sum(span.length for span in spans) for spans in traffic.gives]
         # Of what sums are made: this rank's part first, then those of others in ascending order.
         self._takers = [taker for taker, count in enumerate(self._given) if count]
         self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
         self._places = tuple(place for runs in self._runs for place in _places(runs))
 
-    def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[Tensor]:
-        """The compact keys and values of this rank, from its shards ``(rows, Hkv, D)``."""
+    def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[list[Tensor]]:
+        """The compact keys of this rank, from its shards ``(rows, Hkv, D)``, and its compact
+        values: what comes from every rank."""
         tensors = key, value
         own = [self._home.take(x) for x in tensors]
         if not self.moves:
-            return own
+            return [[x if owner == self._rank else x[:0] for owner in self._owners] for x in own]
         send = [[place.take(x) for x in tensors] for place in self._gives]
         takes = [0 if owner == self._rank else n for owner, n in enumerate(self._takes)]
         came = self._swap(ring, send, takes, tensors)
         came[self._rank] = own
-        return [torch.cat(parts) for parts in zip(*came, strict=True)]
+        return [list(parts) for parts in zip(*came, strict=True)]
 
     def bring_back(
         self, ring: Ring | None, grads: Sequence[Tensor], like: Sequence[Tensor]
@@ -68,10 +71,10 @@ class Exchange:
             return [self._wide_sum(of_one, x) for of_one, x in zip(parts, like, strict=True)]
         sums = [x.new_empty(x.shape) for x in like]
         views = [
-            [_as_batch(part) for part, runs in zip(of_one, self._runs, strict=True) for _ in runs]
+            [as_batch(part) for part, runs in zip(of_one, self._runs, strict=True) for _ in runs]
             for of_one in parts
         ]
-        add_up([_as_batch(x) for x in sums], views, self._places)
+        add_up([as_batch(x) for x in sums], views, self._places)
         return sums
 
     def _wide_sum(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -107,14 +110,3 @@ def _places(runs: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
     for start, count in runs:
         yield start, count, first
         first += count
-
-
-def _as_batch(rows: Tensor) -> Tensor:
-    """``(rows, H, D)`` as ``(1, H, rows, D)``."""
-    return rows.transpose(0, 1).unsqueeze(0)
-
-
-def add(place: Selector, total: Tensor, rows: Tensor) -> None:
-    """Add rows to their places, of which none occurs twice."""
-    for part, values in place.parts(total, rows):
-        part.add_(values)

@@ -15,8 +15,9 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window
-from cp_dispatch.varlen.exchange import Exchange, add
+from cp_dispatch.varlen.exchange import Exchange
 from cp_dispatch.varlen.kernel import Kernel
+from cp_dispatch.varlen.keys import CallKeys, add_together
 from cp_dispatch.varlen.traffic import Traffic, traffic_of
 
 #: The most pieces of a kernel call: a size of a CUDA grid.
@@ -42,38 +43,13 @@ class Call:
 
     def __init__(self, pieces: Sequence[Piece], traffic: Traffic, window: Window, device):
         rows: list[Span] = []
-        keys: list[Span] = []
-        places = [traffic.compact(piece.key, piece.keys) for piece in pieces]
-        for piece, spans in zip(pieces, places, strict=True):
+        for piece in pieces:
             append(rows, piece.row, piece.rows)
-            for span in spans:
-                append(keys, *span)
-        self.rows, self.keys = Selector(tuple(rows), device), Selector(tuple(keys), device)
-        self.row_spans, self.key_spans = tuple(rows), tuple(keys)
+        self.row_spans, self.rows = rows, Selector(tuple(rows), device)
+        self.keys = CallKeys(pieces, traffic, device)
         self.kernel = Kernel(
             [(piece.rows, piece.keys) for piece in pieces], window.shifted(pieces[0].shift), device
         )
-        self.layers = _layers(pieces, places, device)
-
-
-def _layers(
-    pieces: Sequence[Piece], places: Sequence[list[Span]], device
-) -> list[tuple[Selector, Selector]]:
-    """Pieces so that no two of a layer have keys in common: where their keys are among those of the
-    kernel, and among the compact ones. Pieces of several documents never share any."""
-    layers: list[tuple[list[Span], list[Span]]] = []
-    of_document: dict[int, int] = {}
-    start = 0
-    for piece, spans in zip(pieces, places, strict=True):
-        layer = of_document.get(piece.document, 0)
-        of_document[piece.document] = layer + 1
-        if layer == len(layers):
-            layers.append(([], []))
-        append(layers[layer][0], start, piece.keys)
-        for span in spans:
-            append(layers[layer][1], *span)
-        start += piece.keys
-    return [tuple(Selector(tuple(spans), device) for spans in both) for both in layers]
 
 
 class VarlenJob:
@@ -100,56 +76,63 @@ class VarlenJob:
         for number, piece in enumerate(self.traffic.pieces):
             groups.setdefault((piece.shift, number // _MOST_PIECES), []).append(piece)
         self.calls = [Call(group, self.traffic, window, device) for group in groups.values()]
-        count = sum(self.traffic.takes)
         # In what gradients of keys travel, for all ranks alike: as the kernel gives them, unless
-        # several calls of some rank add up, or the kernel is that for CPU, which has them wide.
-        one_call = not layout and (window.is_full or window.right == 0)
-        self._wide_shares = device.type != "cuda" or not one_call
-        # One call, of all rows and of all compact keys as they lie.
-        self.is_plain = len(self.calls) == 1 and (
-            self.calls[0].row_spans == (Span(0, self.rows),)
-            and self.calls[0].key_spans in ((Span(0, count),), ())
-        )
+        # some rank adds several up, or the kernel is that for CPU, which has them wide.
+        self._wide_shares = device.type != "cuda" or self.traffic.shared
+        # One call of all rows as they lie.
+        self._has_one_call = [x.row_spans for x in self.calls] == [[Span(0, self.rows)]]
 
-    def forward(self, query: Tensor, keys: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of this rank's rows, from its compact keys and values."""
-        if self.is_plain:
-            return self.calls[0].kernel.forward(query, *keys, scale)
+    def forward(
+        self, query: Tensor, keys: Sequence[Sequence[Tensor]], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp of this rank's rows, from its compact keys and values: what came
+        from every rank."""
+        if self._has_one_call:
+            (call,) = self.calls
+            return call.kernel.forward(query, *map(call.keys.take, keys), scale)
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         lse = query.new_full(
             (query.size(1), query.size(0)), torch.inf, dtype=wide_dtype(query.dtype)
         )
         for call in self.calls:
-            there = [call.keys.take(x) for x in keys]
-            own, own_lse = call.kernel.forward(call.rows.take(query), *there, scale)
+            own, own_lse = call.kernel.forward(
+                call.rows.take(query), *map(call.keys.take, keys), scale
+            )
             _put(call.rows, out, own)
             _put(call.rows, lse.t(), own_lse.t())
         return out, lse
 
     def backward(
-        self, grad_output, query, keys: Sequence[Tensor], output, logsumexp, scale: float
+        self, grad_output, query, keys: Sequence[Sequence[Tensor]], output, logsumexp, scale: float
     ) -> tuple[Tensor, list[Tensor]]:
         """dQ of this rank's rows, and its shares of dK and dV of its compact keys."""
-        if self.is_plain:
-            grads = self.calls[0].kernel.backward(
-                grad_output, query, *keys, output, logsumexp, scale
+        if self._has_one_call:
+            (call,) = self.calls
+            there = map(call.keys.take, keys)
+            grad_query, *of_keys = call.kernel.backward(
+                grad_output, query, *there, output, logsumexp, scale
             )
-            return grads[0], [self._share(grad, x) for grad, x in zip(grads[1:], keys, strict=True)]
+            return grad_query, self._shares([of_keys], keys)
         grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        sums = [x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in keys]
+        found = []
         for call in self.calls:
-            of_rows = [call.rows.take(x) for x in (grad_output, query, output, logsumexp.t())]
-            there = [call.keys.take(x) for x in keys]
-            *of_rows, lse = of_rows
-            grads = call.kernel.backward(*of_rows[:2], *there, of_rows[2], lse.t(), scale)
-            _put(call.rows, grad_query, grads[0])
-            for total, grad in zip(sums, grads[1:], strict=True):
-                for of_kernel, compact in call.layers:
-                    add(compact, total, of_kernel.take(grad))
-        return grad_query, [self._share(total, x) for total, x in zip(sums, keys, strict=True)]
+            *of_rows, lse = (call.rows.take(x) for x in (grad_output, query, output, logsumexp.t()))
+            there = map(call.keys.take, keys)
+            own, *of_keys = call.kernel.backward(*of_rows[:2], *there, of_rows[2], lse.t(), scale)
+            _put(call.rows, grad_query, own)
+            found.append(of_keys)
+        return grad_query, self._shares(found, keys)
 
-    def _share(self, grad: Tensor, key: Tensor) -> Tensor:
-        return grad.to(wide_dtype(key.dtype) if self._wide_shares else key.dtype)
+    def _shares(self, grads: Sequence[Sequence[Tensor]], keys) -> list[Tensor]:
+        """Of what the calls' kernels gave of their keys."""
+        like = [parts[0] for parts in keys]
+        dtype = wide_dtype(like[0].dtype) if self._wide_shares else like[0].dtype
+        if self._has_one_call and self.calls[0].keys.are_all and grads[0][0].dtype is dtype:
+            return [self.calls[0].keys.give_back(x) for x in grads[0]]
+        count = sum(self.traffic.takes)
+        totals = [x.new_empty((count, *x.shape[1:]), dtype=dtype) for x in like]
+        add_together([call.keys for call in self.calls], grads, totals)
+        return totals
 
 
 def _put(place: Selector, into: Tensor, rows: Tensor) -> None:

@@ -33,6 +33,7 @@ class Traffic:
         takes: how many rows come from each rank; for itself those of ``home``.
         places: runs of positions among its compact keys, ascending, each with its first row there.
         moves: whether any rank sends anything to another.
+        shared: whether several pieces of some rank attend one key.
         rows: how many keys it owns.
     """
 
@@ -42,6 +43,7 @@ class Traffic:
     takes: tuple[int, ...]
     places: tuple[tuple[Span, int], ...]
     moves: bool
+    shared: bool
     rows: int
 
     def compact(self, position: int, length: int) -> list[Span]:
@@ -73,8 +75,7 @@ def traffic_of(
     ranks = range(keys.world_size)
     pieces = [tuple(pieces_of(documents, window, queries.spans(r))) for r in ranks]
     needs = [union([Span(x.key, x.keys) for x in own]) for own in pieces]
-    for own, needed in zip(pieces, needs, strict=True):
-        _check_copies(own, needed)
+    shared = [_are_shared(*both) for both in zip(pieces, needs, strict=True)]
     owned = [keys.spans(r) for r in ranks]
     gives = [_rows(owned[rank], needs[taker]) for taker in ranks]
     places, takes = [], []
@@ -92,11 +93,13 @@ def traffic_of(
         tuple(takes),
         tuple(sorted(places)),
         any(_length(needs[r]) > _length(_rows(owned[r], needs[r])) for r in ranks),
+        any(shared),
         keys.rows(rank),
     )
 
 
-def _check_copies(pieces: Sequence[Piece], needed: Sequence[Span]) -> None:
+def _are_shared(pieces: Sequence[Piece], needed: Sequence[Span]) -> bool:
+    """Whether pieces have keys in common; not too many, or it raises."""
     held = sum(piece.keys for piece in pieces)
     if held > _MOST_COPIES * _length(needed):
         raise ContextParallelError(
@@ -105,6 +108,7 @@ def _check_copies(pieces: Sequence[Piece], needed: Sequence[Span]) -> None:
             "use PerDocumentHeadTail with the lengths of these documents, HeadTail, or natural "
             "order, enabled(layout=None)"
         )
+    return held > _length(needed)
 
 
 def _length(spans: Sequence[Span]) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import is_staged, ranks
@@ -112,6 +112,17 @@ for _window in ((-1, 0), (-1, -1), (128, 0), (64, 32), (100, -1), (-1, 50)):
     add(f"window {_window} head-tail of documents", window=_window, key_heads=2,
         how={"layout": lambda length, ranks: PerDocumentHeadTail([[1024, 1024]], ranks)},
         lengths=(1024, 1024))  # fmt: skip
+for _lengths in (LENGTHS, (64,) * 32):  # the keys of a rank are few runs, and many
+    for _window in ((-1, 0), (128, 0)):
+        _how = {
+            "near blocks": lambda length, ranks, own=_lengths: BlockBalanced.from_documents(
+                own, ranks, 64, near=True
+            ),
+            "documents": lambda length, ranks, own=_lengths: PerDocumentHeadTail([own], ranks),
+        }
+        for _name, _layout in _how.items():
+            add(f"{_name} {len(_lengths)} {_window}", lengths=_lengths, window=_window, key_heads=2,
+                how={"layout": _layout})  # fmt: skip
 add("fewer keys", lengths=(300, 700, 48), key_lengths=(200, 700, 0))
 add("fewer keys, window", lengths=(300, 700, 48), key_lengths=(200, 700, 0), window=(128, 0))
 add("no keys for a rank", lengths=(300, 100, 50), key_lengths=(0, 0, 64), window=(-1, -1))

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cp_dispatch
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.varlen import keys
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
 from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
@@ -111,6 +112,15 @@ def test_layouts(ranks, window):
         judge(problem, ranks, layout=BlockBalanced([float(i) for i in range(12)], ranks, 4))
         near = BlockBalanced.from_documents(lengths, ranks, 2, near=True)
         judge(problem, ranks, layout=near)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3, 2)], ids=str)
+def test_many_runs_of_keys(monkeypatch, window):
+    """As few are, which take another way."""
+    monkeypatch.setattr(keys, "_MOST_RUNS", 0)
+    problem = VarlenProblem((5, 20, 1, 9, 13), window=window, key_heads=2)
+    judge(problem, 3)
+    judge(problem, 3, layout=PerDocumentHeadTail([[5, 20, 1, 9, 13]], 3))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
