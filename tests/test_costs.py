@@ -254,7 +254,24 @@ def test_a_forward_and_a_backward_of_two_schedules():
     assert choose(plan, "auto", "cuda", False, False, known, True).op_schedule == two.op_schedule
     assert choose(plan, "auto", "cuda", False, False, known, False).backward_schedule == ""
     permuted = ring(heads=(32, 8), tokens=8192, layout=HeadTail(32768, 4))
-    assert not any("+" in x.op_schedule for x, _ in alternatives(permuted, "cuda", False, known))
+    found = [x.op_schedule for x, _ in alternatives(permuted, "cuda", False, known)]
+    assert [x for x in found if "+" in x] == ["gather+ulysses"]
+
+
+def test_of_two_that_are_alike_the_smaller():
+    free, plan = constants(bandwidth=FREE, memory=FREE), ring(heads=(32, 8), tokens=8192)
+    found = {x.op_schedule: (x, p) for x, p in alternatives(plan, "cuda", False, free)}
+    one, two = (found[name] for name in ("mirrored_gather", "mirrored_gather+ulysses"))
+    assert one[1] == pytest.approx(two[1]) and max(one[0].extra_bytes()) > max(two[0].extra_bytes())
+    assert choose(plan, "auto", "cuda", False, False, free, True).op_schedule == two[0].op_schedule
+
+
+def test_long_calls_of_few_heads_are_no_faster_than_of_many():
+    """A GPU's clocks go down in calls that are longer than those of few heads that were measured."""
+    known = constants()
+    known.kernels["flash"][128][4] = {name: Curve([(1e12, 1e12 / RATE / 2)]) for name in KERNELS}
+    short, long = (known.kernel("flash", 128, "forward", 4, x) for x in (1e12, 2e12))
+    assert (short, long) == pytest.approx((1e12 / RATE / 2, 2e12 / RATE))
 
 
 def test_auto_does_not_take_more_memory_than_a_gather_may():

@@ -21,7 +21,7 @@ import torch
 from cp_dispatch import HeadTail
 from cp_dispatch.costs import Constants, constants_of
 from cp_dispatch.plan import Plan
-from cp_dispatch.planner import TWO, alternatives, choose
+from cp_dispatch.planner import PAIRS, alternatives, choose
 
 GOOD_CHOICE, GOOD_PREDICTION = 1.05, 0.2
 
@@ -108,9 +108,9 @@ def points(rows: list[dict], constants: Constants) -> list[Point]:
 def _add_two(seconds: dict[str, float], forwards: list[dict]) -> None:
     """The time of a forward and a backward of two schedules, from what was measured of both."""
     alone = {row["schedule"]: row["seconds"] for row in forwards}
-    first, second = TWO
-    if first in alone and second in alone and second in seconds:
-        seconds["+".join(TWO)] = alone[first] + seconds[second] - alone[second]
+    for first, second in PAIRS:
+        if first in alone and second in alone and second in seconds:
+            seconds[f"{first}+{second}"] = alone[first] + seconds[second] - alone[second]
 
 
 def show(point: Point) -> str:

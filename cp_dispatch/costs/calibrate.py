@@ -32,8 +32,8 @@ from cp_dispatch.schedules.comm import Ring
 LENGTHS = {False: (256, 512, 1024, 2048, 4096, 8192, 16384, 32768), True: (64, 128)}
 SIZES = {False: tuple(2**n for n in range(14, 30, 2)), True: (2**12, 2**14)}
 DIMS = {False: (64, 128), True: (16,)}
-#: Query heads of a call: of many, and of so few that a long causal one leaves a GPU's end idle.
-MANY_AND_FEW = (HEADS, 4)
+#: Query heads of a call: of many, down to so few that a long causal one leaves a GPU's end idle.
+MANY_AND_FEW = (HEADS, 16, 8, 4)
 
 
 def measure(device: torch.device, quick: bool = False, say=lambda words: None) -> Constants:

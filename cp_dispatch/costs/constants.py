@@ -83,12 +83,16 @@ class Constants:
         """Seconds of one call, between the numbers of heads that were measured linear in the blocks
         of a head that there are for each of the GPU's processors."""
         by_heads = self.kernels[backend][dim]
-        few, many = min(by_heads), max(by_heads)
+        few = max((n for n in by_heads if n <= heads), default=min(by_heads))
+        many = min((n for n in by_heads if n >= heads), default=max(by_heads))
         seconds = by_heads[many][name](flops)
-        if few == many or heads >= many:
+        if few < many:
+            weight = (1 / heads - 1 / many) / (1 / few - 1 / many)
+            seconds += weight * (by_heads[few][name](flops) - seconds)
+        if flops <= by_heads[few][name].points[-1][0]:
             return seconds
-        weight = (1 / max(few, heads) - 1 / many) / (1 / few - 1 / many)
-        return seconds + weight * max(0.0, by_heads[few][name](flops) - seconds)
+        # Longer calls than were measured of so few: a GPU's clocks go down in long ones.
+        return max(seconds, by_heads[max(by_heads)][name](flops))
 
     def floor(self, schedule: str, direction: str, ranks: int) -> float:
         """The median over backends, whose calls cost the host less than its moods do; of each the

@@ -7,10 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_dispatch
-from cp_dispatch import decide
-from cp_dispatch.planner import TWO, of_two
+from cp_dispatch import HeadTail, decide
+from cp_dispatch.planner import of_two
 from cp_dispatch.settle import settle
 from tests.distributed.calls import only
+from tests.distributed.permuted import run_permuted
 from tests.distributed.recorder import Recorder
 from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.rooms import Rooms
@@ -33,7 +34,7 @@ class Case:
     def __init__(self, world_size: int, heads: int = 4, key_heads: int = 2, **how):
         self.problem = Problem(
             batch=2, heads=heads, key_heads=key_heads, length=16 * world_size, dim=16,
-            causal=True, **how,
+            **{"causal": True} | how,
         )  # fmt: skip
         self.tensors = self.problem.tensors()
         self.want = exact(self.problem, self.tensors)
@@ -77,6 +78,28 @@ def test_exact_again_and_again(monkeypatch, world_size, heads, key_heads, rooms)
         assert found.used == {"keys", "halves"}, "each is for both schedules"
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rooms", [False, True], ids=["collectives", "rooms"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_in_head_tail_order(monkeypatch, world_size, rooms, causal):
+    """And without a mask, where there is no mirror rank either."""
+    found = Rooms(monkeypatch) if rooms else None
+    case = Case(world_size, causal=causal)
+    balancer = HeadTail(16 * world_size, world_size)
+
+    def body(mesh):
+        for _ in range(3):
+            check(run_permuted(case.problem, balancer, mesh), case.want, case.alone)
+        with cp_dispatch.enabled(layout=balancer):
+            inputs, _ = case.inputs(mesh)
+            return cp_dispatch.explain(*inputs, is_causal=causal, enable_gqa=True).op_schedule
+
+    assert set(case.run(world_size, body)) == {"gather+ulysses"}
+    if found is not None:
+        found.assert_all_is_quiet()
+        assert "keys" in found.used
+
+
 def test_each_moves_what_the_plan_says(monkeypatch):
     recorder, case = Recorder(monkeypatch), Case(4)
 
@@ -90,14 +113,14 @@ def test_each_moves_what_the_plan_says(monkeypatch):
         return mesh.get_local_rank(), plan, forward, backward
 
     for rank, plan, forward, backward in case.run(4, body):
-        assert plan.op_schedule == "+".join(TWO) == "mirrored_gather+ulysses"
+        assert plan.op_schedule == "mirrored_gather+ulysses"
         there, back = plan.transfers(rank)
         for record, moves in ((forward, there), (backward, back)):
             sent = [x.bytes for x in moves if x.collective == "all_to_all"]
             assert sorted(record.sent) == sorted(sent)
         assert forward.gathered and not backward.gathered
         one, other = plan.of_forward, plan.of_backward
-        assert (one.schedule, other.schedule) == TWO
+        assert (one.schedule, other.schedule) == ("mirrored_gather", "ulysses")
         assert plan.extra_bytes() == (one.extra_bytes()[0], other.extra_bytes()[1])
         assert "\n  backward: ulysses\n" in str(plan)
 
