@@ -128,6 +128,7 @@ class OptionStack:
     def remove(self, scope: Scope) -> None:
         """End a scope, from whatever thread."""
         self._scopes = [other for other in self._scopes if other is not scope]
+        self._own()  # forgets it here too: what it says may hold a mesh and its groups
 
     def _own(self) -> list[Scope]:
         """Scopes that this thread entered and that have not ended."""

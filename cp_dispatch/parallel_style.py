@@ -97,6 +97,11 @@ class ContextParallel(ParallelStyle):
         self._forwards: dict[tuple, types.FunctionType] = {}
         self._orders = weakref.WeakKeyDictionary()  # in which each module ran last
 
+    def __reduce__(self):
+        # Without what it keeps of modules: groups and weak references, which nothing can copy.
+        make = partial(type(self), balancer=self.balancer, schedule=self.schedule)
+        return make, (self.seq_dim, self.attention_type)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_order(device_mesh, self.balancer)
         mark(

@@ -2,13 +2,14 @@
 
 import contextlib
 import threading
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from cp_dispatch import disable, enable, enabled, is_enabled, toggle
-from cp_dispatch.options import Options
+from cp_dispatch.options import Options, OptionStack
 
 RING, AUTO = Options("ring"), Options("auto")
 
@@ -136,3 +137,19 @@ def test_many_threads_toggling_leave_nothing_behind():
         thread.join(timeout=60)
     assert not failures
     assert not is_enabled() and not toggle._installed
+
+
+def test_what_a_scope_said_goes_with_it():
+    """Else a thread would hold the mesh of its last context_parallel block, and its groups."""
+
+    class Said:
+        pass
+
+    stack, said = OptionStack(), [Said(), Said()]
+    held = [weakref.ref(x) for x in said]
+    scopes = [stack.push(x) for x in said]
+    said.clear()
+    stack.remove(scopes.pop())
+    assert held[0]() is stack.current() and held[1]() is None
+    stack.remove(scopes.pop())
+    assert held[0]() is None

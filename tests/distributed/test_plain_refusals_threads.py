@@ -275,11 +275,17 @@ def test_compiled_styles_one_after_the_other_in_modules_of_fsdp2():
             assert compiled(torch.zeros(1, 1, 8, 4)).shape == (1, 1, 8, 4)
 
 
-def test_a_module_in_the_style_cannot_be_pickled():
+@pytest.mark.parametrize("kind", ["sdpa", "flex"])
+def test_a_module_in_the_style_cannot_be_pickled_but_the_style(kind):
     """What is loaded would attend within a shard."""
 
     def body(mesh):
-        model = nn.Sequential(parallelize_module(Projected(), mesh, ContextParallel(seq_dim=1)))
+        style = ContextParallel(1, kind, balancer=HeadTail(16, 2), schedule="ring")
+        model = nn.Sequential(parallelize_module(Projected(), mesh, style))
+        for again in (copy.copy(style), copy.deepcopy(style), pickle.loads(pickle.dumps(style))):
+            given = again.seq_dim, again.attention_type, again.balancer, again.schedule
+            assert given == (1, kind, HeadTail(16, 2), "ring")
+            parallelize_module(model[0], mesh, again)
         for dump in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
             with pytest.raises(ContextParallelError, match="state_dict"):
                 dump(model)
