@@ -231,6 +231,29 @@ def test_own_rows_of_another_order_are_refused():
                 assert cp_dispatch.explain_flex(*x, own).handler == "cp_dispatch"
 
 
+def test_explain_tells_what_torch_refuses():
+    """Before it calls the op, so on every rank alike."""
+    with fake_ranks(2) as mesh, cp_dispatch.enabled():
+
+        def said(query, key, mask=None):
+            x = [outline(mesh, shape) for shape in (query, key, key)]
+            plan = cp_dispatch.explain_flex(*x, mask)
+            assert len(plan.reasons) == 1 or plan.handler == "cp_dispatch"
+            with pytest.raises(ValueError):
+                flex_attention(*x, block_mask=mask, enable_gqa=query[1] != key[1])
+            return f"{plan.handler}: {plan.reasons[0]}"
+
+        shape = (2, 4, 64, 8)
+        assert "head dims differ" in said(shape, (2, 4, 64, 16))
+        assert "no multiple" in said(shape, (2, 3, 64, 8))
+        assert "batch rows" in said(shape, (1, 4, 64, 8), mask_of(64))
+        for lengths in ((128, 128), (32, 64), (64, 128)):
+            mask = create_block_mask(causal, None, None, *lengths, "cpu")
+            assert "make it for these lengths" in said(shape, shape, mask)
+        x = [outline(mesh, n) for n in (shape, (1, 4, 64, 8), (1, 4, 64, 8))]
+        assert cp_dispatch.explain_flex(*x, mask_of(64, batch=2)).handler == "cp_dispatch"
+
+
 def test_explain_tells_what_moves():
     with fake_ranks(8) as mesh:
         x = [outline(mesh, (1, 2, 4096, 16))] * 3
