@@ -24,7 +24,7 @@ class Ownership:
     batch: tuple[int, int] | None = None
 
     @functools.cached_property
-    def _spans(self) -> tuple[tuple[tuple[Span, ...], ...], ...]:
+    def spans_of_all(self) -> tuple[tuple[tuple[Span, ...], ...], ...]:
         """``[rank][lane]`` -> spans."""
         if not self.layout:
             return tuple((spans,) for spans in chunk_spans(self.length, self.ring_shape))
@@ -35,15 +35,15 @@ class Ownership:
 
     @property
     def world_size(self) -> int:
-        return len(self._spans)
+        return len(self.spans_of_all)
 
     @property
     def lanes(self) -> int:
-        return len(self._spans[0])
+        return len(self.spans_of_all[0])
 
     def spans(self, rank: int, lane: int = 0) -> tuple[Span, ...]:
         """Runs of positions in the order of the shard's rows."""
-        return self._spans[rank][lane]
+        return self.spans_of_all[rank][lane]
 
     def rows(self, rank: int) -> int:
         """How many positions ``rank`` holds, in every lane."""

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from cp_dispatch.by_need.ownership import Ownership, ownership, rank_at
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, of_tables
+from cp_dispatch.flex.own_rows import note_order
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.permute import span_indices
 
@@ -132,6 +133,8 @@ def of_rows(
                 full_kv_num=pad(blocks.full_kv_num, (0, 1)),
                 full_kv_indices=pad(blocks.full_kv_indices, (0, 0, 0, 1)),
             )
+    if queries.world_size > 1:
+        note_order(blocks.kv_num, queries)
     names = (
         "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
         "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex.call import FlexCall
+from cp_dispatch.flex.call import FlexCall, global_shape
 from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
@@ -77,6 +78,9 @@ def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
 
 def _explain(options: Options, call: FlexCall) -> FlexPlan:
     plan = in_words(make_plan(options, call), call)
+    if torchs := tuple(_torchs_refusals(call)):
+        before = plan.reasons if plan.handler == "refused" else ()
+        return dataclasses.replace(plan, handler="refused", reasons=(*before, *torchs))
     if plan.handler == "refused" or plan.schedule not in ("exchange", "gather", "ring"):
         return plan
     local = LocalFlex(call, plan)
@@ -97,6 +101,30 @@ def _explain(options: Options, call: FlexCall) -> FlexPlan:
     ranks = range(plan.world_size)
     rows = tuple(rows_sent(needs, job.keys, rank, may_gather) for rank in ranks)
     return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *moved))
+
+
+def _torchs_refusals(call: FlexCall) -> Iterator[str]:
+    """Why ``flex_attention`` itself raises, which never calls the op then."""
+    if any(x.ndim != 4 for x in call.tensors.values()):
+        return
+    query, key, _ = (global_shape(x) for x in call.tensors.values())
+    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
+    rows = int(call.mask.lists.kv_num.shape[0])
+    if query[3] != key[3]:
+        yield f"head dims differ: query {query[3]}, key {key[3]}"
+    if not key[1] or query[1] % key[1]:
+        yield f"query's {query[1]} heads are no multiple of key's {key[1]}"
+    if query[0] != key[0] and not (masked and key[0] == 1 and rows == query[0]):
+        yield (
+            f"query has {query[0]} batch rows, key {key[0]}; expand key and value to the query's "
+            "(torch takes 1 beside a block_mask that tells the query's rows apart)"
+        )
+    lengths = tuple(map(int, call.mask.lengths))
+    if masked and lengths != (query[2], key[2]):
+        yield (
+            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, query and key have "
+            f"{query[2]} and {key[2]}; make it for these lengths"
+        )
 
 
 def _moved(plan: FlexPlan, query: DTensor, runs: int) -> tuple[tuple[str, ...], bool]:

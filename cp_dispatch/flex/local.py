@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import compiles_for_inductor, local_tensor
+from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
 from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership, rank_at
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.compile_cache import note_groups
@@ -19,6 +19,7 @@ from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
+from cp_dispatch.flex.own_rows import check_order
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.results import not_before
 from cp_dispatch.flex.rows import split_rows
@@ -109,6 +110,8 @@ class LocalFlex:
     @functools.cached_property
     def has_local_rows(self) -> bool:
         """Whether the mask holds this rank's rows alone (:func:`create_cp_block_mask`)."""
+        if not is_tracing():  # else ops look at it, where the graph runs
+            check_order(self.call.mask.lists.kv_num, self.queries)
         rows, whole, own = self._block_rows
         if rows == whole or self.plan.world_size == 1:
             return False

@@ -16,6 +16,7 @@ from cp_dispatch.flex import needs as needs_
 from cp_dispatch.flex.cut import Blocks, dense, packed_shapes, touched
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.hops import Hop, Window, window
+from cp_dispatch.flex.own_rows import check_order
 from cp_dispatch.layouts import from_text
 
 kept = Kept()
@@ -39,7 +40,9 @@ def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchan
             check(job)
         return job.new_exchange(device)
 
-    whole = arguments[-1]
+    local_rows, whole = arguments[-2:]
+    if local_rows and whole:  # kept for all masks
+        MaskJob(*arguments).check_order()
     return kept.get(() if whole else arguments[:4], (key_of(arguments), device, "exchange"), make)
 
 
@@ -137,7 +140,13 @@ class MaskJob:
         """As :func:`exchange_of`, which keeps it."""
         return _exchange(self._find_needs(), self.keys, self.ring_rank, device)
 
+    def check_order(self) -> None:
+        """Refuse a mask of this rank's rows in another order."""
+        if self.local_rows:
+            check_order(self.kv_num, self.queries)
+
     def _find_needs(self) -> needs_.Needs:
+        self.check_order()
         if self.whole:
             return needs_.everything(self.queries, self.keys)
         return self._needs_of_all(self.keys) if self.local_rows else self.needs()

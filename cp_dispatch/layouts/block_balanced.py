@@ -170,10 +170,16 @@ def _mask_work(mask, block_size: int | None) -> tuple[list[list[int]], int]:
     counts = mask.kv_num_blocks
     if mask.full_kv_num_blocks is not None:
         counts = counts + mask.full_kv_num_blocks
-    if mask.seq_lengths[0] != counts.shape[-1] * own:
+    length, rows = mask.seq_lengths[0], counts.shape[-1]
+    if length % own:
         raise ContextParallelError(
-            f"the {mask.seq_lengths[0]} query positions of the BlockMask are not a multiple of its "
-            f"block size {own}"
+            f"the {length} query positions of the BlockMask are not a multiple of its block size "
+            f"{own}"
+        )
+    if length != rows * own:
+        raise ContextParallelError(
+            f"the BlockMask has {rows} rows of blocks, its length {length} and block size {own} "
+            f"make {length // own}; give that of the whole sequence, not one rank's rows"
         )
     return counts.sum(dim=1).tolist(), own
 

@@ -18,6 +18,7 @@ from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.mods import Pieces, Place, pieces
 from cp_dispatch.flex.plan import make_plan
 from cp_dispatch.flex.remember import remember, remembered, users, when_none_is_left
+from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
 from tests.ranks import fake_ranks, one_rank, outline
@@ -25,6 +26,7 @@ from tests.ranks import fake_ranks, one_rank, outline
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
 ROWS = (Shard(2),)
+OPS = torch.ops.cp_dispatch
 
 
 def causal(b, h, q, k):
@@ -187,7 +189,69 @@ def test_a_mask_of_another_rank_is_refused():
     with fake_ranks(4) as mesh, cp_dispatch.enabled():
         x = [outline(mesh, (1, 1, 1000, 8))] * 3
         plan = cp_dispatch.explain_flex(*x, own)
+        assert plan.handler == "refused" and "natural order, 1000 positions on 3" in str(plan)
+        own.kv_num_blocks.add_(0)  # written over: whose rows it has, nobody knows
+        plan = cp_dispatch.explain_flex(*x, own)
         assert plan.handler == "refused" and "this rank's (rank 0 of 4)" in str(plan)
+
+
+def test_own_rows_of_another_order_are_refused():
+    """Before they are taken for other rows, and where a graph runs, before anything moves."""
+    layout, keys = HeadTail(64, 2), [torch.zeros(1, 1, 32, 8)] * 2
+    same = PerDocumentHeadTail([[64]], 2)
+    with fake_ranks(2) as mesh:
+        x = [outline(mesh, (1, 1, 64, 8))] * 3
+        group = ring_group_name(mesh, (0,))
+
+        def made(layout):
+            return cp_dispatch.create_cp_block_mask(
+                causal, None, None, 64, 64, mesh, layout=layout, BLOCK_SIZE=8
+            )
+
+        whole = create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=8)
+        cut = cp_dispatch.shard(mesh, [whole], [2], layout)[0]
+        for given, called in ((None, layout), (layout, None), (cut, None)):
+            own = cut if given is cut else made(given)
+            with cp_dispatch.enabled(layout=called):
+                plan = cp_dispatch.explain_flex(*x, own)
+            assert plan.handler == "refused" and "the call's rows are of" in plan.reasons[0]
+            arguments = (
+                *own.as_tuple()[2:6], 64, 64, [8, 8], [0, 1, 0, 1], [2], 0, group,
+                "" if called is None else called.text, True,
+            )  # fmt: skip
+            for op, gather, rest in (
+                (OPS.flex_bring, False, (True, False)), (OPS.flex_bring, True, (True, False)),
+                (OPS.flex_hop, False, (0, True, False)),
+            ):  # fmt: skip
+                with pytest.raises(ContextParallelError, match="the call's rows are of"):
+                    op(*keys, *arguments, gather, *rest)
+        for given, called in ((layout, layout), (layout, same), (None, None)):
+            own = made(given)
+            with cp_dispatch.enabled(layout=called):
+                assert cp_dispatch.explain_flex(*x, own).handler == "cp_dispatch"
+
+
+def test_explain_tells_what_torch_refuses():
+    """Before it calls the op, so on every rank alike."""
+    with fake_ranks(2) as mesh, cp_dispatch.enabled():
+
+        def said(query, key, mask=None):
+            x = [outline(mesh, shape) for shape in (query, key, key)]
+            plan = cp_dispatch.explain_flex(*x, mask)
+            assert len(plan.reasons) == 1 or plan.handler == "cp_dispatch"
+            with pytest.raises((ValueError, RuntimeError), match="Expect|block_mask was created"):
+                flex_attention(*x, block_mask=mask, enable_gqa=query[1] != key[1])
+            return f"{plan.handler}: {plan.reasons[0]}"
+
+        shape = (2, 4, 64, 8)
+        assert "head dims differ" in said(shape, (2, 4, 64, 16))
+        assert "no multiple" in said(shape, (2, 3, 64, 8))
+        assert "batch rows" in said(shape, (1, 4, 64, 8), mask_of(64))
+        for lengths in ((128, 128), (32, 64), (64, 128)):
+            mask = create_block_mask(causal, None, None, *lengths, "cpu")
+            assert "make it for these lengths" in said(shape, shape, mask)
+        x = [outline(mesh, n) for n in (shape, (1, 4, 64, 8), (1, 4, 64, 8))]
+        assert cp_dispatch.explain_flex(*x, mask_of(64, batch=2)).handler == "cp_dispatch"
 
 
 def test_explain_tells_what_moves():

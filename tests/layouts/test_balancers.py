@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
+from cp_dispatch import (
+    BlockBalanced,
+    ContextParallelError,
+    HeadTail,
+    PerDocumentHeadTail,
+    create_cp_block_mask,
+)
 from cp_dispatch.layouts import Span, from_text
+from tests.ranks import fake_ranks
 
 world_sizes = st.integers(1, 9)
 doc_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -357,6 +364,10 @@ def test_refuses_block_masks_that_do_not_fit():
         BlockBalanced(mask, 2)
     with pytest.raises(ContextParallelError, match="block_size=64 is not that .* 128"):
         BlockBalanced(mask, 2, 64)
+    with fake_ranks(2) as mesh:
+        own = create_cp_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, mesh)
+    with pytest.raises(ContextParallelError, match="has 2 rows of blocks, .* make 4; give that"):
+        BlockBalanced(own, 2)
 
 
 def test_positions_are_the_callers_own():
