@@ -123,11 +123,15 @@ def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def sliding_window(module: torch.nn.Module) -> int | None:
-    """That of an attention module of transformers, where it says so."""
+    """That of an attention module of transformers, or its chunks' length, where it says so."""
     config = getattr(module, "config", None)
-    # A config with kinds of layers does not say which kind this is; the module itself does.
-    whole = config if getattr(config, "layer_types", None) is None else None
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    # A config with kinds of layers does not say which kind this is; the module itself does, or
+    # (Llama 4) its place among them.
+    whole = config if kinds is None else None
     window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
+    if kinds is not None and isinstance(layer, int) and kinds[layer] == "chunked_attention":
+        window = getattr(config, "attention_chunk_size", None)
     return window if isinstance(window, int) else None
 
 
