@@ -114,20 +114,37 @@ def _refusing(kind: str, why: str, theirs, plain_context):
 
 def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a module of transformers whose attention would stay within a shard."""
-    kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if mesh.size() > 1 and isinstance(kind, str) and kind.startswith(("eager", "flash_attention")):
-        raise ContextParallelError(
-            f"attn_implementation={kind!r} of {type(module).__name__} is refused in "
-            f"ContextParallel over {mesh.size()} ranks: {_SHARD_ALONE}"
-        )
+    # A layer has no config, but its attention has.
+    for part in (module,) if hasattr(module, "config") else module.modules():
+        kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        local = isinstance(kind, str) and kind.startswith(("eager", "flash_attention"))
+        if mesh.size() > 1 and local:
+            raise ContextParallelError(
+                f"attn_implementation={kind!r} of {type(part).__name__} is refused in "
+                f"ContextParallel over {mesh.size()} ranks: {_SHARD_ALONE}"
+            )
 
 
 def sliding_window(module: torch.nn.Module) -> int | None:
-    """That of an attention module of transformers, where it says so."""
+    """That of an attention module of transformers, or its chunks' length, where it says so, or of
+    the attention in a layer. What is in a model may have others: there masks are made inside."""
+    window = _said_window(module)
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    if window is not None or any(isinstance(part, models) for part in module.modules()):
+        return window
+    inside = [_said_window(part) for part in module.modules()]
+    return min((x for x in inside if x is not None), default=None)
+
+
+def _said_window(module: torch.nn.Module) -> int | None:
     config = getattr(module, "config", None)
-    # A config with kinds of layers does not say which kind this is; the module itself does.
-    whole = config if getattr(config, "layer_types", None) is None else None
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    # A config with kinds of layers does not say which kind this is; the module itself does, or
+    # (Llama 4) its place among them.
+    whole = config if kinds is None else None
     window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
+    if kinds is not None and isinstance(layer, int) and kinds[layer] == "chunked_attention":
+        window = getattr(config, "attention_chunk_size", None)
     return window if isinstance(window, int) else None
 
 

@@ -23,13 +23,14 @@ _NOT_GIVEN, _NOT_TAKEN = "not given", "not taken"
 
 def count_from_zero(rows: int) -> torch.Tensor | bool:
     """Whether the positions of the mask that is being made are 0 to ``rows - 1`` in every row of
-    the batch, as they are where the model was given none; False where there is no telling."""
+    the batch, and along every axis where they have several (3, B, S), as they are where the model
+    was given none; False where there is no telling."""
     positions = _positions()
     if positions is _NOT_GIVEN or positions is _NOT_TAKEN:
         return rows > 0
-    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or not rows:
+    if not isinstance(positions, torch.Tensor) or positions.ndim not in (2, 3) or not rows:
         return False
-    if positions.shape[1] != rows or positions.is_floating_point():
+    if positions.shape[-1] != rows or positions.is_floating_point():
         return False
     return (positions == torch.arange(rows, device=positions.device)).all()
 

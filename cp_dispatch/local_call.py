@@ -109,10 +109,10 @@ def decided(
     if context.window is not None and call.attn_mask is None and lengths[1] > context.window:
         refuse(
             context, given,
-            f"the module has sliding_window={context.window}, there are {lengths[1]} keys, and no "
-            "mask came: one made from a shard's length leaves the window out. Use context_parallel "
-            "around the whole model, where masks of transformers are made for all keys, or pass "
-            "attn_mask",
+            f"the module has a sliding_window or attention_chunk_size of {context.window}, there "
+            f"are {lengths[1]} keys, and no mask came: one made from a shard's length leaves it "
+            "out. Use context_parallel around the whole model, where masks of transformers are "
+            "made for all keys, or pass attn_mask",
         )  # fmt: skip
     sharded_dim = sharded_dim_of(context, given, call.attn_mask, shares)
     layout = _layout(context, given, call.attn_mask, sharded_dim, lengths)

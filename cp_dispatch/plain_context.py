@@ -27,7 +27,7 @@ class PlainContext:
         order_is_known: False if nobody said in which order the shards lie.
         uneven: ranks may hold different lengths, and tell each other.
         lengths: local sequence lengths that calls may have, None for any.
-        window: the sliding window that the module in a style says it has, None for none.
+        window: the sliding window or chunk that the module in a style says it has, None for none.
         whole_lengths: of sequences, as far as this rank knows them; for explain() alone.
     """
 

@@ -22,7 +22,10 @@ exec(
     (torch.stack([torch.arange(4), torch.arange(4, 8)]), False),
     (torch.arange(4, 8)[None], False),
     (torch.arange(5)[None], False),  # of other rows than the mask's
-    (torch.arange(4).expand(3, 1, 4), False),  # of several kinds, as for pictures
+    # Of several axes, as for pictures: Qwen2-VL's text model made these itself, of a shard.
+    (torch.arange(4).expand(3, 1, 4), True),
+    (torch.tensor([[[0, 1, 1, 1]], [[0, 1, 1, 2]], [[0, 1, 2, 1]]]), False),
+    (torch.arange(4, 8).expand(3, 1, 4), False),
     (None, False),
 ])  # fmt: skip
 def test_positions_are_found(positions, counted):
