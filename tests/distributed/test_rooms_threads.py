@@ -91,6 +91,45 @@ def test_dtypes(rooms, schedule, dtype):
     judge(rooms, problem, 4, "cpu_flash", schedule, "head-tail")
 
 
+# What tells a call from the first one.
+_OTHERS = [
+    {"dtype": torch.bfloat16}, {"causal": False}, {"batch": 2, "length": 24},
+    {"key_heads": 4, "dim": 8}, {"heads": 2}, {"kind": "head-tail"}, {"kind": "blocks"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["gather", "mirrored_ring", "ulysses"])
+def test_what_rooms_remember_is_of_the_same_calls(rooms, monkeypatch, schedule):
+    """Moves and views of calls that differ in one thing, in the same rooms."""
+    monkeypatch.setattr(Box, "forget_many", lambda box: None)
+    rooms.least = 2**16
+    cases = []
+    for other in ({}, *_OTHERS):
+        how = {"batch": 1, "heads": 4, "key_heads": 2, "length": 48, "dim": 16, "causal": True}
+        kind = other.get("kind")
+        problem = Problem(**how | {k: v for k, v in other.items() if k != "kind"})
+        tensors = problem.tensors()
+        want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+        balancer = balancers(problem.length, 2, problem.batch)[kind] if kind else None
+        cases.append((problem, balancer, want, alone, rounding(problem, tensors)))
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        for case in cases[1:]:
+            for problem, balancer, want, alone, (floors, few) in (cases[0], case):
+                if balancer is None:
+                    with cp_dispatch.enabled(schedule=schedule):
+                        got = run_sharded(problem, problem.tensors(), mesh)
+                else:
+                    got = run_permuted(problem, balancer, mesh, schedule=schedule)
+                check(got, want, alone, floors=floors, few=few)
+
+    with only("cpu_flash"):
+        run_threads(2, rank_body)
+    rooms.assert_all_is_quiet()
+    assert len(rooms._rooms) == len(rooms.used)
+
+
 def sent(rooms, schedule, layout=None, causal=True, world_size=4):
     """Bytes of keys and of gradients by rank, in shards of keys and values."""
     problem = Problem(batch=1, heads=2, key_heads=2, length=16 * world_size, causal=causal)

@@ -143,13 +143,14 @@ def test_what_is_copied_lives_until_it_is_waited_for(told):
         assert kept() is None
 
 
-@pytest.mark.parametrize("step", ["open", "push_rows", "pull"])
+@pytest.mark.parametrize("step", ["open", "push_rows", "push_rows of another", "pull"])
 def test_a_graph_that_captures_a_step_is_noted(told, step):
     """Its replays go on writing there."""
-    box = told(1)
+    box, other = told(1), told(1, "gradients")
     way = {
         "open": box.open,
         "push_rows": lambda: box.push_rows([], [], opens=True),
+        "push_rows of another": lambda: other.push_rows([], [], opens_too=box),
         "pull": lambda: box.pull([], []),
     }[step]
     way()

@@ -254,9 +254,9 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
 def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
     """Calls on the default stream tell no other stream when they have read what came."""
     log: list[object] = []
-    box, current = without_peers("keys", []), 0
+    box, current, capturing = without_peers("keys", []), 0, False
     default = mock.MagicMock()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
@@ -289,15 +289,28 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
         assert logged(way) == [default, "join_streams", *alone]
         assert logged(way) == alone
         current = 0
+        pushes()
+        current, capturing = 7, True
+        assert logged(way) == alone, "before a capture it has read"
+        current, capturing = 0, False
 
 
 def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
     """Keys of a group wait until the last ones were read, not for gradients on the same stream."""
     box, current, capturing, side = without_peers("keys", []), 1, False, mock.Mock()
     log: list[str] = []
+    nothing_on_side = False
+
+    @contextlib.contextmanager
+    def on_side(stream):
+        nonlocal capturing
+        before, capturing = capturing, capturing and not nothing_on_side
+        yield
+        capturing = before
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on_side)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
     for name in ("push_slabs", "join_streams"):
@@ -324,3 +337,9 @@ def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
     capturing = True
     pulls(1)
     assert waits() == ["join_streams"], "events of a graph are its own"
+    pulls(1)
+    capturing = False
+    assert waits() == ["join_streams"], "also after it"
+    pulls(1)
+    capturing, nothing_on_side = True, True
+    assert waits() == [], "it was before the graph"
