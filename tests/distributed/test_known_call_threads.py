@@ -88,7 +88,7 @@ def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size
             calls.check(token_major=rank > 0 or i % 2 == 0)
 
     calls = run(world_size, body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
     others = world_size - 1
     assert 4 * others <= calls["forward"] < 4 * world_size, calls
     assert 3 * others <= calls["backward"] < 3 * world_size, calls
@@ -107,7 +107,7 @@ def test_rooms_that_others_take_the_place_of(rooms):
             long.check()
 
     calls = run(2, body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
     assert calls["forward"] >= 2 * 6 and calls["backward"] >= 2 * 4, calls
 
 
@@ -164,7 +164,7 @@ def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
         check([found.full_tensor()], calls.want[1:2], calls.alone[1:2])
 
     run(2, body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch):
@@ -177,7 +177,7 @@ def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch):
             calls.check()
 
     assert not any(run(2, body).values())
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 def test_nothing_is_known_of_no_batch_row(rooms):

@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.layouts import laid_out
+from cp_dispatch.schedules.pushed_ring import shares_overlap
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
@@ -48,7 +50,7 @@ def judge(rooms, problem, world_size, kernel, schedule, kind=None, twice=True) -
     with only(kernel):
         run_threads(world_size, rank_body)
     assert rooms.sent
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -91,6 +93,30 @@ def test_dtypes(rooms, schedule, dtype):
     judge(rooms, problem, 4, "cpu_flash", schedule, "head-tail")
 
 
+@pytest.mark.parametrize("balancer, causal, overlap", [
+    (None, True, False), (HeadTail(64, 4), True, False), (HeadTail(64, 4), False, False),
+    (PerDocumentHeadTail([16, 48], 4), True, True),
+    (PerDocumentHeadTail([[64], [16, 48]], 4), True, True),
+    (PerDocumentHeadTail([[64], [16, 48]], 4), False, False),
+], ids=str)  # fmt: skip
+def test_shares_travel_wide_only_where_several_are_of_the_same_keys(balancer, causal, overlap):
+    """Of the same batch row."""
+    assert shares_overlap(laid_out(64, 64, (4,), causal, balancer)) == overlap
+
+
+def test_keys_of_the_next_hop_come_meanwhile(rooms, monkeypatch):
+    """Copies do not wait for the kernels that were launched since the room was opened."""
+    push, waits = Box.push, []
+
+    def pushed(box, targets, sources, peers=None, coming=None, ready_at_open=False):
+        waits.append((box._key[1], not ready_at_open))
+        return push(box, targets, sources, peers, coming, ready_at_open)
+
+    monkeypatch.setattr(Box, "push", pushed)
+    sent(rooms, "natural_ring")
+    assert set(waits) == {("ring keys", False), ("ring gradients", True)}
+
+
 # What tells a call from the first one.
 _OTHERS = [
     {"dtype": torch.bfloat16}, {"causal": False}, {"batch": 2, "length": 24},
@@ -126,7 +152,7 @@ def test_what_rooms_remember_is_of_the_same_calls(rooms, monkeypatch, schedule):
 
     with only("cpu_flash"):
         run_threads(2, rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
     assert len(rooms._rooms) == len(rooms.used)
 
 
@@ -197,7 +223,7 @@ def test_batch_rows_that_are_one(rooms, schedule):
 
     with only("cpu_flash"):
         run_threads(2, rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("schedule", ["natural_ring", "mirrored_ring", "gather", "ulysses"])
@@ -221,7 +247,7 @@ def test_nothing_on_all_ranks_that_share_rooms(rooms, batch, heads, mesh, other,
 
     with only("math"):
         run_threads(math.prod(mesh), rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
@@ -239,7 +265,7 @@ def test_ranks_without_keys(rooms, schedule):
 
     with only("math"):
         run_threads(3, rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 def test_shares_go_while_the_mirrors_diagonal_is_computed(rooms, monkeypatch):
