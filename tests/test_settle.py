@@ -69,6 +69,12 @@ def test_uneven_shards_are_no_one_call(lengths):
     assert got.schedule == "ring" and "are not alike, or some are empty" in got.reasons[0]
 
 
+def test_rows_beyond_the_keys_are_no_one_call():
+    """Their prefixes would be longer than the keys."""
+    got = settle(ring(tokens=8, key_length=16), "one_call", "cpu")
+    assert got.schedule == "ring" and "rows see parts of the runs" in got.reasons[0]
+
+
 @pytest.mark.parametrize("plan, wish, ranks, across", [
     (ring(), "ulysses", 4, ""),
     (ring(ranks=32), "ulysses", 32, ""),

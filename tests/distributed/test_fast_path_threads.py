@@ -208,6 +208,8 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
         F.scaled_dot_product_attention(query, key, value)
         F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
         F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        for _ in range(2):  # coins are tossed anew
+            F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.5)
         attend(query.detach().requires_grad_(), key, value)
         attend(*inputs(mesh, Problem(**BASE | {"length": 64}, causal=True), needs=False)[:3])
         other = DeviceMesh.from_group(dist.new_group([0]), "cpu")
@@ -216,7 +218,7 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
 
     with cp_dispatch.enabled():
         on_ranks(body, 1)
-    assert len(calls) == 9
+    assert len(calls) == 11
 
 
 @pytest.mark.parametrize("groups, whole_ways", [("the same", 2), ("others", 4)])

@@ -80,6 +80,21 @@ def test_masks(rooms, mask, schedule):
     judge(rooms, problem, 4, "math", schedule)
 
 
+@pytest.mark.parametrize("kind", ["documents", "documents of each row", "blocks"])
+def test_shares_of_one_tile_and_of_several_in_16_bits(rooms, kind):
+    """Rooms of a wide dtype take no share that is not: it would be read as something else."""
+    problem = Problem(batch=2, heads=2, length=96, dim=16, causal=True, dtype=torch.bfloat16)
+    judge(rooms, problem, 4, "cpu_flash", "ring", kind, twice=False)
+
+
+@pytest.mark.parametrize("lengths", [(64, 96), (96, 64), (16, 13)], ids=str)
+def test_causal_calls_of_different_lengths(rooms, lengths):
+    """At home a rank has gradients of a part of its keys."""
+    length, key_length = lengths
+    problem = Problem(heads=2, length=length, key_length=key_length, dim=16, causal=True)
+    judge(rooms, problem, 4, "math", "natural_ring", twice=False)
+
+
 @pytest.mark.parametrize("length", [61, 5])
 def test_uneven_shards(rooms, length):
     problem = Problem(batch=2, heads=2, length=length, dim=16, causal=True)
