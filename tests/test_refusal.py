@@ -74,6 +74,9 @@ def test_whole_keys_of_another_length_than_the_layout_have_an_order():
             key = outline(mesh, (2, 2, length, 16), (R,))
             mask = torch.ones(64, length, dtype=torch.bool)
             assert explain(query, key, key, mask).handler == handler
+        # The mask says the same of all keys: in whichever order they are.
+        assert explain(query, key, key, mask[:, :1]).handler == "cp_dispatch"
+        assert explain(query, key, key, mask[:1]).handler == "refused"
 
 
 def test_the_call_that_the_cases_change_is_fine():
