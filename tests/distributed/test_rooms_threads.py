@@ -5,6 +5,7 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the r
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.layouts import laid_out
 from cp_dispatch.schedules.pushed_ring import shares_overlap
@@ -80,11 +81,24 @@ def test_masks(rooms, mask, schedule):
     judge(rooms, problem, 4, "math", schedule)
 
 
-@pytest.mark.parametrize("kind", ["documents", "documents of each row", "blocks"])
-def test_shares_of_one_tile_and_of_several_in_16_bits(rooms, kind):
+def test_shares_of_one_tile_beside_shares_of_several_in_16_bits(rooms):
     """Rooms of a wide dtype take no share that is not: it would be read as something else."""
-    problem = Problem(batch=2, heads=2, length=96, dim=16, causal=True, dtype=torch.bfloat16)
-    judge(rooms, problem, 4, "cpu_flash", "ring", kind, twice=False)
+    balancer = BlockBalanced([7, 7, 1, 5, 9, 8], 3, 8, near=True)
+    geometry = laid_out(48, 48, (3,), True, balancer)
+    pairs = itertools.permutations(range(3), 2)
+    assert shares_overlap(geometry) and 1 in {len(geometry.tiles(*pair)) for pair in pairs}
+    problem = Problem(batch=2, heads=2, length=48, dim=16, causal=True, dtype=torch.bfloat16)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank):
+        got = run_permuted(problem, balancer, init_device_mesh("cpu", (3,)), schedule="ring")
+        check(got, want, alone, floors=floors, few=few)
+
+    with only("cpu_flash"):
+        run_threads(3, rank_body)
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("lengths", [(64, 96), (96, 64), (16, 13)], ids=str)
