@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
 
+from cp_dispatch.dispatch import _origin
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.layouts import Span, Tile, natural, selector
+from tests.ranks import fake_ranks, outline
 
 CPU = torch.device("cpu")
 # Standard deviations that a fair coin strays by once in ten million tests; the seeds are fixed.
@@ -182,3 +185,14 @@ def test_one_seed_repeats_and_nothing_is_drawn_from_torch():
     before = torch.get_rng_state()
     assert torch.equal(coins(32, 32, seed=5), coins(32, 32, seed=5))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("placements, origin", [
+    ((Shard(0), Shard(2)), [3, 0, 6]), ((Shard(1), Shard(2)), [0, 3, 6]),
+    ((Shard(0), Shard(1)), [3, 3, 6]), ((Shard(0), Shard(0)), [4, 0, 6]),
+    ((Shard(2), Shard(0)), [3, 0, 6]), ((Shard(2), Replicate()), [0, 0, 6]),
+], ids=str)  # fmt: skip
+def test_coins_and_layouts_of_rows_go_by_where_a_shard_begins(placements, origin):
+    """The last of 2 x 2 ranks, of a batch of 5 with 6 heads."""
+    with fake_ranks(2, 2, names=("a", "b"), rank=3) as mesh:
+        assert _origin(outline(mesh, (5, 6, 64, 16), placements)) == origin

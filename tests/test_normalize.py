@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from cp_dispatch import ContextParallelError, enabled, explain
 from cp_dispatch.call import Call
-from cp_dispatch.normalize import four_dims, like_query
-from tests.ranks import one_rank
+from cp_dispatch.normalize import autocast, four_dims, like_query, without_causal_bias
+from tests.ranks import fake_ranks, one_rank, outline
 
 ROWS, KEYS, DIM = 5, 7, 8
 # Everything before the last two dims of query, and what that is in four dims.
@@ -142,6 +143,36 @@ def test_tensors_of_different_ranks_are_left_as_they_are():
         Call(torch.ones(3), torch.ones(3), torch.ones(3)),
     ):
         assert four_dims(given) is given
+
+
+def test_a_mask_that_is_no_tensor_is_refused_in_any_rank():
+    with fake_ranks(4) as mesh, enabled():
+        for shape in ((2, 4, 64, 16), (2, 64, 16)):
+            plan = explain(*[outline(mesh, shape, (Shard(len(shape) - 2),))] * 3, attn_mask=[[1]])
+            assert plan.handler == "refused" and "attn_mask is a list" in str(plan)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_batch_dim_that_does_not_survive_is_refused_in_every_mode(mode):
+    """In inference mode DTensor's own flatten would gather it."""
+    with fake_ranks(4) as mesh, enabled(), mode():
+        tensors = [outline(mesh, (2, 4, 8, 64, 16), (Shard(1),))] * 3
+        with pytest.raises(ContextParallelError, match="that DTensor can flatten"):
+            F.scaled_dot_product_attention(*tensors)
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_causal_biases_of_one_length_are_plain_causal_calls(bias):
+    """Which need no mask, and take kernels and schedules that a mask does not."""
+    plain = without_causal_bias(call_like(call((2, 4)), bias(ROWS, ROWS)))
+    assert plain.attn_mask is None and plain.is_causal
+
+
+def test_what_autocast_leaves_as_it_is():
+    kept = [torch.ones(2, dtype=dtype) for dtype in (torch.float64, torch.bool)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(autocast(x) is x for x in (*kept, None, causal_lower_right(ROWS, KEYS)))
+        assert autocast(torch.ones(2)).dtype is torch.bfloat16
 
 
 @pytest.fixture

@@ -114,6 +114,7 @@ def test_a_plan_is_never_older_than_the_flags_and_arguments(mesh):
     """Plans are remembered; what they depend on must be part of the memory."""
     arguments = {"is_causal": True, "enable_gqa": True}
     q, k, v = gqa(mesh)
+    trained = q.detach().requires_grad_()
     with enabled():
         first = explain(q, k, v, **arguments)
         with sdpa_kernel(SDPBackend.MATH):
@@ -129,6 +130,7 @@ def test_a_plan_is_never_older_than_the_flags_and_arguments(mesh):
         ):  # fmt: skip
             mask = outline(mesh, (1, 1, 64, 64), (Replicate(),), dtype, requires_grad)
             assert explain(q, k, v, mask, enable_gqa=True).backend == backend
+            assert explain(trained, k, v, mask, enable_gqa=True).backend == backend
             plain = torch.ones(64, 64, dtype=dtype, requires_grad=requires_grad)
             handler = "refused" if requires_grad else "cp_dispatch"
             assert explain(q, k, v, plain, enable_gqa=True).handler == handler

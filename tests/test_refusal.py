@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Shard
 
-from cp_dispatch import ContextParallelError, enabled, explain, refusal
+from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, refusal
 from tests.ranks import SEQUENCE, fake_ranks, outline
 from tests.refusal_cases import KEY, ONE_DIM, TWO_DIMS, R, arguments
 
@@ -50,6 +50,33 @@ def test_a_plain_bias_is_fine_where_no_gradient_is_wanted(mode):
     bias = torch.ones(1, 1, 64, 64, requires_grad=True)
     with fake_ranks(4) as mesh, enabled(), mode():
         assert explain(**arguments(mesh, attn_mask=bias)).handler == "cp_dispatch"
+
+
+def test_layouts_over_two_mesh_dims():
+    """Shards of shards may be others than the layout's, and what is whole over one dim would be cut
+    in true order there."""
+    rows, part = (Shard(2), Shard(2)), (Shard(2), R)
+    with fake_ranks(2, 2, names=("a", "b")) as mesh, enabled(layout=HeadTail(10, 4)):
+        plan = explain(*[outline(mesh, (2, 2, 10, 16), rows)] * 3, is_causal=True)
+        assert plan.handler == "refused"
+        assert "mesh dims of sizes [2, 2] gives the ranks (3, 2, 3, 2)" in plan.reasons[0]
+    with fake_ranks(2, 2, names=("a", "b")) as mesh, enabled(layout=HeadTail(16, 4)):
+        whole, key = (outline(mesh, (2, 2, 16, 16), places) for places in (rows, part))
+        assert explain(whole, whole, whole, is_causal=True).handler == "cp_dispatch"
+        plan = explain(whole, key, whole, is_causal=True)
+        assert plan.handler == "refused" and plan.reasons[0].startswith("key is placed")
+
+
+def test_whole_keys_of_another_length_than_the_layout_have_an_order():
+    with fake_ranks(4) as mesh, enabled(layout=HeadTail(64, 4)):
+        query = outline(mesh, (2, 2, 64, 16))
+        for length, handler in ((32, "cp_dispatch"), (64, "refused")):
+            key = outline(mesh, (2, 2, length, 16), (R,))
+            mask = torch.ones(64, length, dtype=torch.bool)
+            assert explain(query, key, key, mask).handler == handler
+        # The mask says the same of all keys: in whichever order they are.
+        assert explain(query, key, key, mask[:, :1]).handler == "cp_dispatch"
+        assert explain(query, key, key, mask[:1]).handler == "refused"
 
 
 def test_the_call_that_the_cases_change_is_fine():

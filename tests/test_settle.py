@@ -60,6 +60,21 @@ def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
         assert "not gathered" in got.reasons[0]
 
 
+@pytest.mark.parametrize("lengths", [(32768, 16381), (3, 8), (8, 3)], ids=str)
+def test_uneven_shards_are_no_one_call(lengths):
+    """Every rank has as many keys, and some rows."""
+    length, key_length = lengths
+    plan = ring(causal=False, query_length=length, key_length=key_length)
+    got = settle(plan, "one_call", "cpu")
+    assert got.schedule == "ring" and "are not alike, or some are empty" in got.reasons[0]
+
+
+def test_rows_beyond_the_keys_are_no_one_call():
+    """Their prefixes would be longer than the keys."""
+    got = settle(ring(tokens=8, key_length=16), "one_call", "cpu")
+    assert got.schedule == "ring" and "rows see parts of the runs" in got.reasons[0]
+
+
 @pytest.mark.parametrize("plan, wish, ranks, across", [
     (ring(), "ulysses", 4, ""),
     (ring(ranks=32), "ulysses", 32, ""),
@@ -70,6 +85,8 @@ def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
     (ring(tokens=8191), "hybrid", 2, "mirrored_ring"),
     (ring(tokens=8191, query_length=32763), "hybrid", 2, "ring"),
     (ring(ranks=8), "hybrid", 4, "mirrored_ring"),
+    # Halves of groups of 4 would be alike, shards are not.
+    (ring(ranks=8, query_length=65532, key_length=65532), "hybrid", 4, "ring"),
     (ring(ranks=8), "hybrid:2", 2, "mirrored_ring"),
     (ring(ranks=8), "hybrid:8", 8, ""),
     (ring(ranks=64), "hybrid", 8, "mirrored_ring"),  # a node

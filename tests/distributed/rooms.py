@@ -30,6 +30,8 @@ class Rooms:
         #: Bytes of the smallest box; there is a room for nothing too.
         self.least = 1
         self.flags: dict[tuple, set] = {}
+        #: Boxes that were released without having been waited for.
+        self.read_too_early: set[tuple] = set()
         #: Bytes that each rank pushed to others or pulled from them, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
         monkeypatch.setattr(Ring, "mailbox", self._mailbox_of())
@@ -73,6 +75,14 @@ class Rooms:
         """No flag is left for a later call to stumble over."""
         assert not any(self.flags.values()), self.flags
 
+    def assert_all_was_read(self) -> None:
+        """And, where no rank has failed, what came was waited for, and then released: else another
+        stream might write over it."""
+        self.assert_all_is_quiet()
+        assert not self.read_too_early, self.read_too_early
+        kept = [(*box._key, box._rank) for box in self._boxes.values() if box.is_unread]
+        assert not kept, kept
+
 
 def _is_slab(x: torch.Tensor) -> bool:
     """What cudaMemcpy2D takes: batch rows in one piece, and no nearer to each other."""
@@ -89,6 +99,7 @@ class Box:
         self.views: dict = {}
         self.is_current = True
         self.pulls = 0
+        self.is_unread = self.is_under_way = False
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert offset + numel * dtype.itemsize <= len(self._memory[rank])
@@ -117,6 +128,8 @@ class Box:
         self._copy(targets, sources)
         self._raise("full", peers)
         self._take("full", coming)
+        self.is_unread |= bool(coming)
+        self.is_under_way = True
 
     def pull(self, targets, sources, then_wait=False) -> None:
         self.pulls += 1
@@ -172,6 +185,7 @@ class Box:
             self._note(ENDED)
             self._raise("full", peers)
             self._take("full", peers)
+            self.is_unread, self.is_under_way = True, not then_wait
 
     def _assert_in_a_room(self, address: int, size: int) -> None:
         starts = [x.data_ptr() for x in self._memory]
@@ -188,16 +202,20 @@ class Box:
         for box in opens:
             box.open()
         self.push_rows([x.transpose(1, 2) for x in (first, second)], numbers)
+        self.is_unread = self.is_under_way = False  # what reads it is in the same stream
 
     def wait(self) -> None:
-        pass
+        self.is_under_way = False
 
-    wait_for_readers = wait
+    let_go = wait  # the current stream waits by other means
 
-    def let_go(self) -> None:
+    def wait_for_readers(self) -> None:
         pass
 
     def release(self) -> None:
+        if self.is_under_way:
+            self._rooms.read_too_early.add((*self._key, self._rank))
+        self.is_unread = False
         # NaN for whoever reads them yet. Peers may write already, but only once it is opened.
         self._memory[self._rank].fill_(255)
 

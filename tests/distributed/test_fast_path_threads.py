@@ -92,6 +92,35 @@ def test_a_second_call_gives_the_same_bits(monkeypatch, problem, options, placem
     assert len(calls) == 4 + 4 * any(needs)
 
 
+def test_inputs_that_are_redistributed_go_the_whole_way_again(monkeypatch):
+    """The shards at hand are not those that the kernels of the first call got."""
+    calls = counted(monkeypatch)
+    tensors = CAUSAL.tensors()[:3]
+
+    def body(mesh):
+        rows, whole = ([distribute(x, mesh, how) for x in tensors] for how in (ROWS, WHOLE))
+        want = attend(*rows).full_tensor()
+        for query, key, value in ((*rows[:2], whole[2]), (rows[0], whole[1], rows[2])):
+            for _ in range(3):
+                assert torch.equal(attend(query, key, value).full_tensor(), want)
+
+    with cp_dispatch.enabled():
+        on_ranks(body)
+    assert len(calls) == 4 * 7
+
+
+def test_a_second_output_has_the_dtype_of_the_query_too():
+    """Where the op's own is another one."""
+
+    def body(mesh):
+        tensors = inputs(mesh, Problem(**BASE, dtype=torch.bfloat16, causal=True), needs=False)[:3]
+        first, again = (attend(*tensors) for _ in range(2))
+        assert first.dtype is again.dtype is torch.bfloat16 and torch.equal(first, again)
+
+    with sdpa_kernel(SDPBackend.MATH), cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("lead", [(), (4,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("needs", [(True,) * 3, (False,) * 3], ids=str)
 def test_a_second_call_of_other_ranks_than_four_is_as_right_as_the_first(lead, needs):
@@ -135,12 +164,35 @@ def test_a_gradient_that_is_placed_otherwise(placement):
         query, key, value, grad = warm(mesh)
         want = torch.autograd.grad(attend(query, key, value), (query, key, value), grad)
         other = grad.redistribute(placements=[placement])
-        got = torch.autograd.grad(attend(query, key, value), (query, key, value), other)
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a.full_tensor(), b.full_tensor())
+        for _ in range(2):  # nor is it taken for a known one
+            got = torch.autograd.grad(attend(query, key, value), (query, key, value), other)
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a.full_tensor(), b.full_tensor())
 
     with cp_dispatch.enabled():
         on_ranks(body)
+
+
+def test_fewer_gradients_than_at_the_calls_before(monkeypatch):
+    of_keys, real = [], fast_path.backward_op
+
+    def backward_op(backend):
+        return lambda *args: of_keys.append(args[-2]) or real(backend)(*args)
+
+    monkeypatch.setattr(fast_path, "backward_op", backward_op)
+
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        want = torch.autograd.grad(attend(query, key, value), (query, key, value), grad)
+        for inputs in ((0,), (1,), (2,), (0, 2)):
+            own = [x if i in inputs else x.detach() for i, x in enumerate((query, key, value))]
+            output = attend(*own)
+            got = torch.autograd.grad(output, [own[i] for i in inputs], grad)
+            assert all(torch.equal(x, want[i]) for x, i in zip(got, inputs, strict=True))
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+    assert of_keys.count(False) == 2, "of the query alone nothing has to be sent home"
 
 
 def test_what_changes_a_plan_changes_the_call(monkeypatch):
@@ -155,6 +207,10 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
             attend(query, key, value)
         F.scaled_dot_product_attention(query, key, value)
         F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        for _ in range(2):  # coins are tossed anew
+            F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.5)
+        attend(query.detach().requires_grad_(), key, value)
         attend(*inputs(mesh, Problem(**BASE | {"length": 64}, causal=True), needs=False)[:3])
         other = DeviceMesh.from_group(dist.new_group([0]), "cpu")
         attend(*inputs(other, needs=False)[:3])
@@ -162,7 +218,7 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
 
     with cp_dispatch.enabled():
         on_ranks(body, 1)
-    assert len(calls) == 7
+    assert len(calls) == 11
 
 
 @pytest.mark.parametrize("groups, whole_ways", [("the same", 2), ("others", 4)])
@@ -201,10 +257,30 @@ def test_watchers_see_the_op():
         with FlopCounterMode(display=False) as counter:
             output = attend(query, key, value)
             torch.autograd.grad(output, (query, key, value), grad)
-        return counter.get_total_flops()
+        output = attend(query, key, value)
+        with FlopCounterMode(display=False) as backward:  # of a known forward
+            torch.autograd.grad(output, (query, key, value), grad)
+        return counter.get_total_flops(), backward.get_total_flops()
 
+    one = 2 * 2 * 4 * 128 * 128 * 16
     with cp_dispatch.enabled():
-        assert set(on_ranks(body, 2)) == {7 * 2 * 2 * 4 * 128 * 128 * 16}
+        assert set(on_ranks(body, 2)) == {(7 * one, 5 * one)}
+
+
+def test_other_tensors_inside_a_dtensor_go_the_whole_way():
+    class Other(torch.Tensor):
+        pass
+
+    local = torch.ones(1, 2, 4, 8)
+    with one_rank() as mesh, cp_dispatch.enabled():
+        plain, other = (
+            DTensor.from_local(x, mesh, ROWS) for x in (local, local.as_subclass(Other))
+        )
+        slots = [
+            fast_path.slot(None, *tensors, True, None, False)
+            for tensors in ((plain,) * 3, (plain, other, plain), (other, plain, plain))
+        ]
+    assert [x is None for x in slots] == [False, True, True]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -327,6 +403,16 @@ def test_a_second_derivative_is_refused():
         on_ranks(body, 1)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
 def test_no_gradient_and_none_wanted():
     def body(mesh):
         query, key, value, grad = warm(mesh)
@@ -341,6 +427,10 @@ def test_no_gradient_and_none_wanted():
         assert torch.equal(output.detach().to_local(), again.to_local().clone())
         (dv,) = torch.autograd.grad(output, value, grad)
         assert isinstance(dv, DTensor)
+        # What comes after it has no gradient for its output.
+        after = NoGradient.apply(attend(query, key, value))
+        grads = torch.autograd.grad(after, (query, key, value), grad, allow_unused=True)
+        assert grads == (None, None, None)
 
     with cp_dispatch.enabled():
         on_ranks(body, 2)

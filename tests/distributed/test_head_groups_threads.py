@@ -57,7 +57,7 @@ def test_right(monkeypatch, groups, causal, kind, world_size, transport):
     judge(problem, world_size, kind=kind)
     if rooms is not None:
         assert "keys" in rooms.used
-        rooms.assert_all_is_quiet()
+        rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("mask, where", [
@@ -101,7 +101,7 @@ def test_heads_that_tensor_parallel_ranks_do_not_share_evenly(
     with only(kernel):
         run_threads(6, rank_body)
     if rooms is not None:
-        rooms.assert_all_is_quiet()
+        rooms.assert_all_was_read()
 
 
 def test_dropout_drops_the_same_pairs(monkeypatch):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.schedules import known_call
 from cp_dispatch.schedules.known_call import KnownCalls
 from tests.distributed.calls import only
 from tests.distributed.reference import Problem, check, exact, one_device
@@ -52,7 +53,10 @@ class Calls:
         own = tensor.chunk(self.mesh.size(), 2)[self.rank].clone()
         if token_major:
             own = own.transpose(1, 2).contiguous().transpose(1, 2)
-        return DTensor.from_local(own, self.mesh, [Shard(2)], run_check=False)
+        # One spec however the shard lies, so that nothing else tells calls apart.
+        return DTensor.from_local(
+            own, self.mesh, [Shard(2)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
 
     def run(self, token_major: bool = True) -> list[torch.Tensor]:
         """Output and gradients of the whole sequence."""
@@ -84,7 +88,7 @@ def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size
             calls.check(token_major=rank > 0 or i % 2 == 0)
 
     calls = run(world_size, body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
     others = world_size - 1
     assert 4 * others <= calls["forward"] < 4 * world_size, calls
     assert 3 * others <= calls["backward"] < 3 * world_size, calls
@@ -103,7 +107,7 @@ def test_rooms_that_others_take_the_place_of(rooms):
             long.check()
 
     calls = run(2, body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
     assert calls["forward"] >= 2 * 6 and calls["backward"] >= 2 * 4, calls
 
 
@@ -160,7 +164,45 @@ def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
         check([found.full_tensor()], calls.want[1:2], calls.alone[1:2])
 
     run(2, body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
+
+
+def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch):
+    monkeypatch.setattr(CpuFlash, "head_dim_multiple", 32)
+    case = Case(32)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(3):
+            calls.check()
+
+    assert not any(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+def test_nothing_is_known_of_no_batch_row(rooms):
+    """Of which there is nothing to send, nor anything that kernels take."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        nothing = [torch.zeros(0, 2, 16, 8).requires_grad_() for _ in range(3)]
+        tensors = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in nothing]
+        with cp_dispatch.enabled(schedule="one_call"):
+            for _ in range(3):
+                output = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+                output.to_local().sum().backward()
+
+    assert not any(run(2, body).values()) and not rooms.sent
+
+
+def test_calls_on_another_stream_are_of_another_kind(monkeypatch):
+    """Which waits for other streams."""
+    stream, tensors = 0, (torch.ones(1),)
+    monkeypatch.setattr(known_call, "current_raw_stream", lambda device: stream)
+    here = known_call._kind(tensors)
+    assert here == known_call._kind(tensors)
+    stream = 7
+    assert here != known_call._kind(tensors)
 
 
 def test_a_way_is_of_its_own_kind_while_another_thread_learns():
@@ -178,3 +220,4 @@ def test_a_way_is_of_its_own_kind_while_another_thread_learns():
     type(ways[0]).is_current = mock.PropertyMock(side_effect=lambda: learn(1))
     assert calls._way(0, kinds[1]) is None
     assert calls._way(0, kinds[1]) is ways[1]
+    assert box.forget_many.call_count == 2, "rooms do not fill with what was known"

@@ -193,6 +193,22 @@ def test_ranks_outside_of_the_mesh_take_the_same_steps():
     run_threads(4, rank_body)
 
 
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_ranks_outside_of_the_mesh_make_known_calls_too(monkeypatch, debug):
+    """And have nothing to agree on."""
+    monkeypatch.setenv("CP_DISPATCH_DEBUG", debug)
+    problem = Problem(length=66, causal=True)
+    tensors = problem.tensors()
+
+    def rank_body(rank: int) -> None:
+        mesh = DeviceMesh("cpu", [0, 1])
+        inputs = [distribute(x, mesh, placed("cp")) for x in tensors[:3]]
+        first, again = (problem.attend(*inputs).to_local() for _ in range(2))
+        assert torch.equal(first, again) and first.numel() == (rank < 2) * tensors[0].numel() // 2
+
+    run_threads(3, rank_body)
+
+
 def test_sub_mesh_of_a_larger_mesh():
     """Two rings side by side, each over its own dim of a 2-D mesh."""
     problem = Problem(length=66, causal=True)

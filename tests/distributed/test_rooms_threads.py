@@ -5,6 +5,7 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the r
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.layouts import laid_out
+from cp_dispatch.schedules.pushed_ring import shares_overlap
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
@@ -48,7 +51,7 @@ def judge(rooms, problem, world_size, kernel, schedule, kind=None, twice=True) -
     with only(kernel):
         run_threads(world_size, rank_body)
     assert rooms.sent
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -78,6 +81,34 @@ def test_masks(rooms, mask, schedule):
     judge(rooms, problem, 4, "math", schedule)
 
 
+def test_shares_of_one_tile_beside_shares_of_several_in_16_bits(rooms):
+    """Rooms of a wide dtype take no share that is not: it would be read as something else."""
+    balancer = BlockBalanced([7, 7, 1, 5, 9, 8], 3, 8, near=True)
+    geometry = laid_out(48, 48, (3,), True, balancer)
+    pairs = itertools.permutations(range(3), 2)
+    assert shares_overlap(geometry) and 1 in {len(geometry.tiles(*pair)) for pair in pairs}
+    problem = Problem(batch=2, heads=2, length=48, dim=16, causal=True, dtype=torch.bfloat16)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+    floors, few = rounding(problem, tensors)
+
+    def rank_body(rank):
+        got = run_permuted(problem, balancer, init_device_mesh("cpu", (3,)), schedule="ring")
+        check(got, want, alone, floors=floors, few=few)
+
+    with only("cpu_flash"):
+        run_threads(3, rank_body)
+    rooms.assert_all_was_read()
+
+
+@pytest.mark.parametrize("lengths", [(64, 96), (96, 64), (16, 13)], ids=str)
+def test_causal_calls_of_different_lengths(rooms, lengths):
+    """At home a rank has gradients of a part of its keys."""
+    length, key_length = lengths
+    problem = Problem(heads=2, length=length, key_length=key_length, dim=16, causal=True)
+    judge(rooms, problem, 4, "math", "natural_ring", twice=False)
+
+
 @pytest.mark.parametrize("length", [61, 5])
 def test_uneven_shards(rooms, length):
     problem = Problem(batch=2, heads=2, length=length, dim=16, causal=True)
@@ -89,6 +120,69 @@ def test_uneven_shards(rooms, length):
 def test_dtypes(rooms, schedule, dtype):
     problem = Problem(length=256, causal=True, dtype=dtype)
     judge(rooms, problem, 4, "cpu_flash", schedule, "head-tail")
+
+
+@pytest.mark.parametrize("balancer, causal, overlap", [
+    (None, True, False), (HeadTail(64, 4), True, False), (HeadTail(64, 4), False, False),
+    (PerDocumentHeadTail([16, 48], 4), True, True),
+    (PerDocumentHeadTail([[64], [16, 48]], 4), True, True),
+    (PerDocumentHeadTail([[64], [16, 48]], 4), False, False),
+], ids=str)  # fmt: skip
+def test_shares_travel_wide_only_where_several_are_of_the_same_keys(balancer, causal, overlap):
+    """Of the same batch row."""
+    assert shares_overlap(laid_out(64, 64, (4,), causal, balancer)) == overlap
+
+
+def test_keys_of_the_next_hop_come_meanwhile(rooms, monkeypatch):
+    """Copies do not wait for the kernels that were launched since the room was opened."""
+    push, waits = Box.push, []
+
+    def pushed(box, targets, sources, peers=None, coming=None, ready_at_open=False):
+        waits.append((box._key[1], not ready_at_open))
+        return push(box, targets, sources, peers, coming, ready_at_open)
+
+    monkeypatch.setattr(Box, "push", pushed)
+    sent(rooms, "natural_ring")
+    assert set(waits) == {("ring keys", False), ("ring gradients", True)}
+
+
+# What tells a call from the first one.
+_OTHERS = [
+    {"dtype": torch.bfloat16}, {"causal": False}, {"batch": 2, "length": 24},
+    {"key_heads": 4, "dim": 8}, {"heads": 2}, {"kind": "head-tail"}, {"kind": "blocks"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["gather", "mirrored_ring", "ulysses"])
+def test_what_rooms_remember_is_of_the_same_calls(rooms, monkeypatch, schedule):
+    """Moves and views of calls that differ in one thing, in the same rooms."""
+    monkeypatch.setattr(Box, "forget_many", lambda box: None)
+    rooms.least = 2**16
+    cases = []
+    for other in ({}, *_OTHERS):
+        how = {"batch": 1, "heads": 4, "key_heads": 2, "length": 48, "dim": 16, "causal": True}
+        kind = other.get("kind")
+        problem = Problem(**how | {k: v for k, v in other.items() if k != "kind"})
+        tensors = problem.tensors()
+        want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+        balancer = balancers(problem.length, 2, problem.batch)[kind] if kind else None
+        cases.append((problem, balancer, want, alone, rounding(problem, tensors)))
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        for case in cases[1:]:
+            for problem, balancer, want, alone, (floors, few) in (cases[0], case):
+                if balancer is None:
+                    with cp_dispatch.enabled(schedule=schedule):
+                        got = run_sharded(problem, problem.tensors(), mesh)
+                else:
+                    got = run_permuted(problem, balancer, mesh, schedule=schedule)
+                check(got, want, alone, floors=floors, few=few)
+
+    with only("cpu_flash"):
+        run_threads(2, rank_body)
+    rooms.assert_all_was_read()
+    assert len(rooms._rooms) == len(rooms.used)
 
 
 def sent(rooms, schedule, layout=None, causal=True, world_size=4):
@@ -158,7 +252,7 @@ def test_batch_rows_that_are_one(rooms, schedule):
 
     with only("cpu_flash"):
         run_threads(2, rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("schedule", ["natural_ring", "mirrored_ring", "gather", "ulysses"])
@@ -182,7 +276,7 @@ def test_nothing_on_all_ranks_that_share_rooms(rooms, batch, heads, mesh, other,
 
     with only("math"):
         run_threads(math.prod(mesh), rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
@@ -200,7 +294,7 @@ def test_ranks_without_keys(rooms, schedule):
 
     with only("math"):
         run_threads(3, rank_body)
-    rooms.assert_all_is_quiet()
+    rooms.assert_all_was_read()
 
 
 def test_shares_go_while_the_mirrors_diagonal_is_computed(rooms, monkeypatch):

@@ -96,6 +96,91 @@ def test_ranks_have_room_or_raise(monkeypatch, tries, others, error):
     assert emptied.called == (tries > 1)
 
 
+class Boxes:
+    """What :mod:`mailboxes` make of requests, with boxes that hold nothing."""
+
+    def __init__(self, monkeypatch):
+        self.made: list[mock.Mock] = []
+        self.capturing, self.used, self.error, self.asked = False, True, None, mock.Mock()
+        self.group, self.stream = mock.Mock(group_name="cp"), mock.Mock()
+        for name, value in (("_boxes", {}), ("_retired", []), ("ask_peers", self.asked)):
+            monkeypatch.setattr(mailboxes, name, value)
+        monkeypatch.setattr(mailboxes, "_make", self._make)
+        monkeypatch.setattr(mailboxes, "_meet", mock.Mock())
+        monkeypatch.setattr(mailboxes, "exists", lambda group: True)
+        monkeypatch.setattr(mailboxes, "apart", lambda device, call, *args: call(*args))
+        monkeypatch.setattr(mailboxes, "is_used_by", lambda group: self.used)
+        monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def _make(self, group, stream, size, *_):
+        if self.error is not None:
+            raise self.error
+        self.made.append(mock.Mock(size=size, is_in_a_graph=False))
+        return self.made[-1]
+
+    def get(self, size: int = 1, group=None, stream=True):
+        stream = self.stream if stream else None
+        return mailboxes.mailbox(group or self.group, stream, "keys", size, [])
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    return Boxes(monkeypatch)
+
+
+def test_a_room_is_used_again_until_it_is_too_small(boxes):
+    grain = mailboxes._GRAIN
+    first = boxes.get(grain - 1)
+    assert boxes.get(grain) is first and boxes.get() is first
+    second = boxes.get(grain + 1)
+    assert second is not first and second.size == 2 * grain
+    # What was pushed on the default stream is read before others make the larger one.
+    assert [call[0] for call in first.method_calls] == ["let_side_follow", "retire"]
+    assert boxes.get() is second and not mailboxes._retired, "the first one is forgotten"
+    assert mailboxes.held_bytes() == mailbox.HEADER + 2 * grain
+
+
+def test_groups_of_one_name_have_rooms_of_their_own(boxes):
+    """A group that was destroyed, and one that was made since."""
+    assert boxes.get() is not boxes.get(group=mock.Mock(group_name="cp"))
+
+
+def test_no_room_where_there_cannot_be_one(boxes):
+    assert boxes.get(stream=False) is None
+    assert boxes.get(mailboxes.LARGEST + 1) is None and boxes.get(mailboxes.LARGEST)
+    boxes.used = False
+    assert boxes.get() is None
+    boxes.used, boxes.capturing = None, True
+    assert boxes.get() is None and not boxes.asked.called, "peers answer no capture"
+
+
+def test_a_capture_makes_no_room_and_its_graph_keeps_its_own(boxes):
+    boxes.capturing = True
+    assert boxes.get() is None and not boxes.made
+    boxes.capturing = False
+    room = boxes.get()
+    boxes.capturing = True
+    assert boxes.get() is room and boxes.get(2 * room.size) is None
+    assert not room.retire.called
+    boxes.capturing, room.is_in_a_graph = False, True
+    larger = boxes.get(2 * room.size)
+    assert mailboxes._retired == [room], "replays go on writing there"
+    larger.is_in_a_graph = True
+    mailboxes.free()
+    assert mailboxes._retired == [room, larger] and not mailboxes._boxes
+    assert [call[0] for call in larger.method_calls] == ["let_side_follow", "retire"]
+    assert mailboxes.held_bytes() == 2 * mailbox.HEADER + room.size + larger.size
+
+
+def test_a_room_that_others_could_not_take_the_place_of_is_gone(boxes):
+    room, boxes.error = boxes.get(), RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        boxes.get(2 * room.size)
+    boxes.error = None
+    assert boxes.get() is not room
+
+
 def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box = object.__new__(mailbox.Mailbox)
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
@@ -169,9 +254,9 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
 def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
     """Calls on the default stream tell no other stream when they have read what came."""
     log: list[object] = []
-    box, current = without_peers("keys", []), 0
+    box, current, capturing = without_peers("keys", []), 0, False
     default = mock.MagicMock()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
@@ -204,15 +289,28 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
         assert logged(way) == [default, "join_streams", *alone]
         assert logged(way) == alone
         current = 0
+        pushes()
+        current, capturing = 7, True
+        assert logged(way) == alone, "before a capture it has read"
+        current, capturing = 0, False
 
 
 def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
     """Keys of a group wait until the last ones were read, not for gradients on the same stream."""
     box, current, capturing, side = without_peers("keys", []), 1, False, mock.Mock()
     log: list[str] = []
+    nothing_on_side = False
+
+    @contextlib.contextmanager
+    def on_side(stream):
+        nonlocal capturing
+        before, capturing = capturing, capturing and not nothing_on_side
+        yield
+        capturing = before
+
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", on_side)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
     for name in ("push_slabs", "join_streams"):
@@ -239,3 +337,9 @@ def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
     capturing = True
     pulls(1)
     assert waits() == ["join_streams"], "events of a graph are its own"
+    pulls(1)
+    capturing = False
+    assert waits() == ["join_streams"], "also after it"
+    pulls(1)
+    capturing, nothing_on_side = True, True
+    assert waits() == [], "it was before the graph"
