@@ -267,7 +267,7 @@ def test_of_two_that_are_alike_the_smaller():
 
 
 def test_long_calls_of_few_heads_are_no_faster_than_of_many():
-    """A GPU's clocks go down in calls that are longer than those of few heads that were measured."""
+    """A GPU lowers its clocks in calls longer than those of few heads that were measured."""
     known = constants()
     known.kernels["flash"][128][4] = {name: Curve([(1e12, 1e12 / RATE / 2)]) for name in KERNELS}
     short, long = (known.kernel("flash", 128, "forward", 4, x) for x in (1e12, 2e12))

@@ -65,6 +65,11 @@ def are_shared(stage: tuple[Share, ...], key_heads: int) -> bool:
     return sum(share.key.length for share in stage) > key_heads
 
 
+def joins(geometry: Geometry | RowGeometry, stage: tuple[Share, ...], key_heads: int) -> bool:
+    """Whether dQ, dK and dV go home in one message: nothing of it has to be added up."""
+    return one_side(geometry) and not are_shared(stage, key_heads)
+
+
 class Messages:
     """The messages of one rank of a plan with a schedule by heads, forward or backward."""
 
@@ -97,25 +102,22 @@ class Messages:
         out = backend.output_dtype(dtype), value_dim
         rows, keys = [(dtype, dim)], [(dtype, dim), (dtype, value_dim)]
         names = "query"
-        back = [("output", [out], False), ("logsumexp", [self._lse], False)]
+        back = [("output", [out], [], False), ("logsumexp", [self._lse], [], False)]
         if self._backward:
             rows += [out, out, self._lse]
             names = "query, its output, gradient and logsumexp"
             of_keys = self.key_grad_dtype(stage)
             sums = [(of_keys, dim), (of_keys, value_dim)]
-            back = [("dQ", rows[:1], False), ("dK, dV", sums, True)]
+            back = [("dQ", rows[:1], [], False), ("dK, dV", [], sums, True)]
+            if joins(self.plan.geometry, stage, self.plan.shards[1][1]):
+                back = [("dQ, dK, dV", rows[:1], sums, False)]
         if self._one_side:
             there = [(f"{names}, key, value", rows, keys, False)]
         else:
             there = [(names, rows, [], False), ("key, value", [], keys, True)]
         return (
             [self._transfer(stage, name, a, b, side, True) for name, a, b, side in there],
-            [
-                self._transfer(
-                    stage, name, [] if of_keys else x, x if of_keys else [], of_keys, False
-                )
-                for name, x, of_keys in back
-            ],
+            [self._transfer(stage, name, a, b, side, False) for name, a, b, side in back],
         )
 
     @property

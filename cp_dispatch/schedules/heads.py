@@ -82,7 +82,7 @@ class Heads:
                 out, lse = team.schedule.forward(own, *parts)
                 outs.append(out)
                 lses.append(lse.unsqueeze(-1))
-            return [([outs], False), ([lses], False)]
+            return [[(outs, False)], [(lses, False)]]
 
         output = logsumexp = None
         for out, lse in team.run("heads", (query,), (key, value), compute):
@@ -132,21 +132,26 @@ class Heads:
                 of_value.append(dv)
                 if mask_grad:
                     team.own_mask(grad_mask, stage, segment).add_(dmask)
-            going = [([of_query], False)]
-            return going + [([of_key, of_value], True)] if key_grad else going
+            rows, keys = [(of_query, False)], [(of_key, True), (of_value, True)]
+            if not key_grad:
+                return [rows]
+            return [rows + keys] if team.joins else [rows, keys]
 
         dq = dk = dv = None
         of_rows = query, grad_output, output, logsumexp.unsqueeze(-1)
-        for rows, *keys in team.run("heads_backward", of_rows, (key, value), compute):
+        for going in team.run("heads_backward", of_rows, (key, value), compute):
             if dq is None:
                 dq = token_major(*query.shape, like=query)
                 dk, dv = (
                     token_major(*x.shape, like=x, dtype=team.key_grad_dtype) if key_grad else None
                     for x in (key, value)
                 )
-            rows.wait(dq)
-            for going in keys:
-                going.wait(dk, dv)
+            if team.joins and key_grad:
+                going[0].wait(dq, dk, dv)
+                continue
+            going[0].wait(dq)
+            for keys in going[1:]:
+                keys.wait(dk, dv)
         if not key_grad:
             return dq, None, None, grad_mask
         if team.key_grad_dtype is not key.dtype:
@@ -185,6 +190,7 @@ class _Team:
         count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks, backward)
         self._stages = head_shares(heads, key_heads, ranks, count)
         self.key_grad_dtype = head_costs.key_grad_dtype(self._stages[0], key_heads, key.dtype)
+        self.joins = head_costs.joins(geometry, self._stages[0], key_heads)
         # A kernel would round a rank's share of a head's gradient, of which there are several, once
         # more than on one device: it gets every query head its own key head, to be added up wide.
         self.repeats_keys = (
@@ -204,9 +210,9 @@ class _Team:
     def run(self, name: str, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], compute):
         """Yield what goes home from each stage, a stage later, so that it may be there.
 
-        ``compute`` gets a stage and all rows of its heads, and gives what goes home: lists of
-        tensors for :class:`Homeward`, and whether they have the keys' rows. Every rank comes by the
-        same collectives in the same order.
+        ``compute`` gets a stage and all rows of its heads, and gives what goes home: messages, each
+        of tensors for :class:`Homeward` and whether they have the keys' heads. Every rank comes by
+        the same collectives in the same order.
         """
         arriving, going = self._start(0, of_rows, of_keys), None
         for number, stage in enumerate(self._stages):
@@ -219,7 +225,7 @@ class _Team:
             for message in here:
                 message.release()
             del here, message, tensors
-            started = [self._home(number, i, *result) for i, result in enumerate(results)]
+            started = [self._home(number, i, result) for i, result in enumerate(results)]
             del results
             if going is not None:
                 yield going
@@ -242,11 +248,14 @@ class _Team:
         shape = wire(self._batch, self._lengths[keys_rows], self._rank, parts)
         return Outward(self._ring, shape, tensors, self._order(keys_rows))
 
-    def _home(self, number: int, which: int, pieces, of_keys: bool) -> Homeward | PushedHomeward:
-        heads = tuple(x.key if of_keys else x.query for x in self._stages[number])
+    def _home(self, number: int, which: int, results) -> Homeward | PushedHomeward:
+        stage, pieces = self._stages[number], [x for x, _ in results]
+        spans = tuple(x.query for x in stage), tuple(x.key for x in stage)
         parts = tuple(
-            Part(self.key_grad_dtype if of_keys else x.dtype, x.size(-1), heads) for x, *_ in pieces
+            Part(self.key_grad_dtype if of_key else x.dtype, x.size(-1), spans[of_key])
+            for (x, *_), of_key in results
         )
+        of_keys = results[0][1]
         box, moves = self._mailbox(self._room_home(number, which), False, parts, of_keys)
         if box is not None:
             return PushedHomeward(self._ring, box, moves, parts, pieces)

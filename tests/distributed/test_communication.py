@@ -200,8 +200,9 @@ def test_gather_gathers_once_and_sends_shares_once(recorder, order, world_size, 
 @pytest.mark.parametrize("heads, key_heads", [(8, 4), (4, 1)])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ulysses_moves_heads_there_and_back(recorder, world_size, heads, key_heads, dtype):
-    """All but a rank's own share, once each way; key heads to each rank that needs them, and the
-    gradient of a head that several ranks have a share of in float32."""
+    """All but a rank's own share, once each way, gradients in one message; key heads to each rank
+    that needs them, and the gradient of a head that several ranks have a share of in float32, in a
+    message of its own."""
     problem = Problem(
         heads=heads, key_heads=key_heads, length=8 * world_size, dim=16, causal=True, dtype=dtype
     )
@@ -217,9 +218,12 @@ def test_ulysses_moves_heads_there_and_back(recorder, world_size, heads, key_hea
         assert plan.schedule == "ulysses"
         assert forward.sent == forward.received[:1] + forward.sent[1:]
         assert forward.sent == [queries + keys, queries, sums]
-        wide = 4 // dtype.itemsize if key_heads < world_size else 1
-        assert backward.sent == [3 * queries + keys + sums, queries, wide * keys]
-        assert forward.collectives == backward.collectives == ["AllToAllBase"] * 3
+        home = [queries + keys]
+        if key_heads < world_size:
+            home = [queries, 4 // dtype.itemsize * keys]
+        assert backward.sent == [3 * queries + keys + sums, *home]
+        assert forward.collectives == ["AllToAllBase"] * 3
+        assert backward.collectives == ["AllToAllBase"] * len(backward.sent)
         planned = [[transfer.bytes for transfer in part] for part in plan.transfers(rank)]
         assert planned == [forward.sent, backward.sent]
 
