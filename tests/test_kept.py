@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cp_dispatch.by_need import kept
-from cp_dispatch.by_need.kept import _MAX_KEPT, Kept
+from cp_dispatch.by_need.kept import _MAX_KEPT, Kept, KeptByAll
 
 
 class Found:
@@ -34,3 +34,28 @@ def test_nothing_is_asked_of_cuda_where_it_is_not(monkeypatch):
     for tensors in ((), (torch.ones(2),)):
         Kept().get(tensors, "key", Found)
     asked.assert_not_called()
+
+
+def test_what_ranks_told_each_other_stays_while_the_mask_does():
+    """A rank that asked once more would wait for those that know."""
+    told, masks = KeptByAll(), [(torch.ones(2), None, torch.ones(3)) for _ in range(3 * _MAX_KEPT)]
+    found = [told.get(mask, "key", Found) for mask in masks]
+    assert all(told.get(mask, "key", Found) is x for mask, x in zip(masks, found, strict=True))
+    first, *_ = masks
+    assert told.get(first, "other", Found) is not found[0]
+    assert told.get((first[0], None, torch.ones(3)), "key", Found) is not found[0]
+    assert told.get((first[0].view(1, 2), *first[1:]), "key", Found) is not found[0]
+    assert told.get((first[0].view(2), *first[1:]), "key", Found) is found[0]
+    first[2].zero_()
+    again = told.get(first, "key", Found)
+    assert again is not found[0] and told.get(first, "key", Found) is again
+    gone = weakref.ref(found[1])
+    del found, masks, first, _
+    assert gone() is None
+
+
+def test_nobody_counts_what_is_written_in_inference_mode():
+    told = KeptByAll()
+    with torch.inference_mode():
+        mask = (torch.ones(2),)
+    assert told.get(mask, "key", Found) is not told.get(mask, "key", Found)

@@ -80,6 +80,37 @@ class Kept:
         return value
 
 
+class KeptByAll:
+    """What ranks told each other of tensors, kept for as long as the first one's memory lives: on
+    a rank where it went before, that would ask again and wait for others that know."""
+
+    def __init__(self):
+        self._of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
+        """``make()``, or what it gave before for the same contents of the same tensors."""
+        given = [x for x in tensors if x is not None]
+        if any(x.is_inference() for x in given):  # on all ranks
+            return make()
+        first, *others = (x.untyped_storage() for x in given)
+        # Held, so that their identities stay theirs.
+        others = [s for s in others if s is not first]
+        full_key = key, *((*map(id, others),), *(_view_of(x) for x in given))
+        versions = [x._version for x in given]
+        with self._lock:
+            found = self._of.setdefault(first, {}).get(full_key)
+        if found is None or found[0] != versions:
+            found = versions, make(), others
+            with self._lock:
+                self._of[first][full_key] = found
+        return found[1]
+
+
+def _view_of(x: Tensor) -> tuple:
+    return x.storage_offset(), tuple(x.shape), x.stride()
+
+
 def _some_is_gone(refs) -> bool:
     for ref in refs:  # a generator would take most of the time of a new mask
         if ref() is None:

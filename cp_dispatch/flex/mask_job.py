@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single, resolve_group
-from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.by_need.kept import Kept, KeptByAll
 from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership
 from cp_dispatch.flex import needs as needs_
 from cp_dispatch.flex.cut import Blocks, dense, packed_shapes, touched
@@ -19,7 +19,7 @@ from cp_dispatch.flex.hops import Hop, Window, window
 from cp_dispatch.flex.own_rows import check_order
 from cp_dispatch.layouts import from_text
 
-kept = Kept()
+kept, told = Kept(), KeptByAll()
 
 
 def key_of(arguments: Sequence) -> tuple:
@@ -149,7 +149,9 @@ class MaskJob:
         self.check_order()
         if self.whole:
             return needs_.everything(self.queries, self.keys)
-        return self._needs_of_all(self.keys) if self.local_rows else self.needs()
+        if not self.local_rows:
+            return self.needs()
+        return told.get(self.tensors, self._key, lambda: self._needs_of_all(self.keys))
 
     def needs(self) -> needs_.Needs:
         """What every rank needs, from a mask of all rows."""
