@@ -107,6 +107,7 @@ PUSHED = {
     "other lengths": {"length": 61, "key_length": 40, "batch": 2},
     "few rows": {"length": 6},
     "many stages": {"heads": 32, "key_heads": 16},
+    "three stages": {"heads": 12, "key_heads": 12, "batch": 1, "dim": 8},
     "bfloat16": {"dtype": torch.bfloat16, "key_heads": 2, "kind": "head-tail", "length": 256},
 }  # fmt: skip
 
