@@ -51,7 +51,8 @@ def choose(
 ) -> Plan:
     """The plan of a ring's call with its schedule: by wish; for "auto" by the least predicted time
     among those that are affordable, or where predictions cannot tell several apart, the one of
-    fewest moves; without constants, or with a mask, by :func:`settle`'s rules.
+    fewest moves, and of several such the one of least memory; without constants, or with a mask, by
+    :func:`settle`'s rules.
 
     ``training`` counts the backward too. Symbolic lengths are not predicted: it would guard them.
     """
@@ -79,7 +80,8 @@ def choose(
     words += f" (constants of {constants.device})"
     reason = f"{words}: the least of {len(found)} schedules"
     if len(alike) > 1:
-        reason = f"{words}: of {len(alike)} that are as fast by prediction, the fewest moves"
+        words += f": of {len(alike)} that are as fast by prediction"
+        reason = f"{words}, the fewest moves, then the least memory"
     return dataclasses.replace(best, reasons=(*best.reasons, reason))
 
 
@@ -116,8 +118,9 @@ def with_predictions(plan: Plan, device_type: str) -> Plan:
     if constants is None or plan.world_size == 1 or not plan.can_choose:
         return plan
     ring = dataclasses.replace(
-        plan, schedule="ring", head_ranks=1, head_groups=1, across="", reasons=()
-    )
+        plan, schedule="ring", backward_schedule="", head_ranks=1, head_groups=1, across="",
+        reasons=(),
+    )  # fmt: skip
     found = alternatives(ring, device_type, False, constants)
     return dataclasses.replace(
         plan, predictions=tuple((x.op_schedule, *prediction) for x, prediction in found)

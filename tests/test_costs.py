@@ -243,7 +243,7 @@ def test_auto_takes_the_least_predicted_time(plan, training):
     assert ("fewest moves" in got.reasons[-1]) == (len(alike) > 1)
 
 
-def test_a_forward_and_a_backward_of_two_schedules():
+def test_a_forward_and_a_backward_of_two_schedules(monkeypatch):
     """Each takes what it takes alone; without a backward there is nothing to choose."""
     known, plan = constants(), ring(heads=(32, 8), tokens=8192)
     found = {x.op_schedule: (x, p) for x, p in alternatives(plan, "cuda", False, known)}
@@ -253,6 +253,9 @@ def test_a_forward_and_a_backward_of_two_schedules():
     assert prediction.backward < found["mirrored_gather"][1].backward
     assert choose(plan, "auto", "cuda", False, False, known, True).op_schedule == two.op_schedule
     assert choose(plan, "auto", "cuda", False, False, known, False).backward_schedule == ""
+    monkeypatch.setattr(planner, "constants_here", lambda device: known)
+    shown = planner.with_predictions(two, "cuda").predictions
+    assert shown == tuple((name, *times) for name, (_, times) in found.items())
     permuted = ring(heads=(32, 8), tokens=8192, layout=HeadTail(32768, 4))
     found = [x.op_schedule for x, _ in alternatives(permuted, "cuda", False, known)]
     assert [x for x in found if "+" in x] == ["gather+ulysses"]

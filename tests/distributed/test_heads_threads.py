@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import BlockBalanced, HeadTail
+from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.schedules import head_costs, head_shares
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
@@ -40,7 +40,9 @@ def judge(
     def rank_body(rank):
         mesh = init_device_mesh("cpu", shape or (world_size,))
         if balancer is not None:
-            got = run_permuted(problem, balancer, mesh, schedule=schedule, **how)
+            got = run_permuted(
+                problem, balancer, mesh, placements=placements, schedule=schedule, **how
+            )
         else:
             got = run_sharded(problem, tensors, mesh, placements, **how)
         check(got, want, alone, floors=floors, few=few)
@@ -107,6 +109,7 @@ PUSHED = {
     "other lengths": {"length": 61, "key_length": 40, "batch": 2},
     "few rows": {"length": 6},
     "many stages": {"heads": 32, "key_heads": 16},
+    "three stages": {"heads": 12, "key_heads": 12, "batch": 1, "dim": 8},
     "bfloat16": {"dtype": torch.bfloat16, "key_heads": 2, "kind": "head-tail", "length": 256},
 }  # fmt: skip
 
@@ -195,6 +198,12 @@ def test_needs(schedule, needs):
     judge(Problem(causal=True, length=48, heads=4), 4, schedule, "cpu_flash", needs=needs)
 
 
+def test_without_gradients_of_keys_that_ranks_share_in_16_bits():
+    """Whose kernels get every query head its own key head."""
+    problem = Problem(length=64, heads=8, key_heads=1, dim=8, dtype=torch.bfloat16)
+    judge(problem, 2, "ulysses", "cpu_flash", needs=(True, False, False))
+
+
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])
 @pytest.mark.parametrize("mask", [
     Mask("b11k"), Mask("bh1k", None), Mask("1h1k", None, needs_grad=True),
@@ -268,6 +277,13 @@ def test_meshes(shape, placements, schedule):
     plan = judge(problem, size, schedule, "cpu_flash", shape, placements, granted)
     if plan.schedule == "hybrid":
         assert plan.head_ranks == (ranks[-1] if len(ranks) == 2 else 2)
+
+
+def test_layouts_of_batch_rows_that_other_ranks_hold():
+    problem = Problem(batch=4, heads=2, length=24, dim=8, causal=True)
+    rows = PerDocumentHeadTail([[24], [20, 4], [7, 17], [9, 15]], 2)
+    where = [Shard(0), Shard(2)]
+    judge(problem, 4, "ulysses", "cpu_flash", (2, 2), where, balancer=rows)
 
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])

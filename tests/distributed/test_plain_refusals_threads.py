@@ -66,6 +66,9 @@ def test_calls(words, make):
             with pytest.raises(ContextParallelError, match=words) as error:
                 F.scaled_dot_product_attention(*args, **options)
             assert "inside context_parallel over 2 ranks" in str(error.value)
+            if words == "attn_mask needs a gradient":  # and where none is, there is none to sum
+                with torch.no_grad():
+                    assert F.scaled_dot_product_attention(*args).shape == args[0].shape
 
     on_mesh(2, body)
 
