@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import CausalBias
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def sharded_dims(tensor: DTensor, tensor_dim: int) -> tuple[int, ...]:
 def describe_tensor(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"{type(tensor).__name__} {tensor!r}"
+    if isinstance(tensor, CausalBias):  # whose shape and dtype are not those of a mask
+        return f"causal_{tensor.variant.name.lower()}({tensor.seq_len_q}, {tensor.seq_len_kv})"
     text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if not isinstance(tensor, DTensor):
         return f"{text} {type(tensor).__name__} (not a DTensor)"

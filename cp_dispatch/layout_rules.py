@@ -55,10 +55,14 @@ def shares_refusals(layout: Balancer, ring_shape: tuple[int, ...]) -> list[str]:
     ]
 
 
+def _is(name: str) -> str:
+    return "are" if " and " in name else "is"
+
+
 def length_refusals(layout: Balancer, lengths: dict[str, int]) -> list[str]:
     """Sharded sequences, by name, of another length than the layout's."""
     return [
-        f"{name} of length {length} {'are' if ' and ' in name else 'is'} sharded, the layout is "
+        f"{name} of length {length} {_is(name)} sharded, the layout is "
         f"{named(layout)}; {IF_NATURAL} (or "
         "was the DTensor made of uneven shards without its global shape and stride?)"
         for name, length in lengths.items()
@@ -93,14 +97,15 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
             reasons += length_refusals(layout, {name: length})
         elif length == layout.seq_len and _order_matters(call, name):
             reasons.append(
-                f"{name} of length {length} is whole on every rank, so there is no telling whether "
-                f"it lies in the layout, {named(layout)}; shard it, or {IF_NATURAL}"
+                f"{name} of length {length} {_is(name)} whole on every rank, so there is no "
+                f"telling in which order, the natural one or that of {named(layout)}; shard it, or "
+                f"{IF_NATURAL}"
             )
     order = mask_order(call)
     for word, name in (("rows", "query"), ("keys", "key and value")):
         if word in order and not sharded[name]:
             reasons.append(
-                f"attn_mask is sharded on its {word} where {name} is whole; replicate it"
+                f"attn_mask is sharded on its {word} where {name} {_is(name)} whole; replicate it"
             )
     if order and layout.rows > 1 and call.attn_mask.shape[0] == 1:
         reasons.append(

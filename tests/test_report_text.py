@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from cp_dispatch import HeadTail, enabled, explain
 from tests.ranks import fake_ranks, outline
@@ -202,6 +203,17 @@ cp_dispatch does not support this scaled_dot_product_attention call.
     - attn_mask and is_causal are both given; put the causal part in the mask
     - query has 8 heads, key 2, and enable_gqa is False; pass enable_gqa=True""",
     )
+
+
+def test_masks_and_orders_in_words(mesh):
+    query, key, value = gqa(mesh)
+    with enabled():
+        text = str(explain(query, key, value, causal_lower_right(32, 64), enable_gqa=True))
+    assert "attn_mask: causal_lower_right(32, 64)\n" in text
+    _, *whole = gqa(mesh, (Replicate(),))
+    with enabled(layout=HeadTail(64, 4)):
+        text = str(explain(query, *whole, is_causal=True, enable_gqa=True))
+    assert "key and value of length 64 are whole on every rank" in text
 
 
 def test_a_call_that_stays_on_its_rank():
