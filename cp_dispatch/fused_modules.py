@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from cp_dispatch._compat import run_uncompiled
+
 
 def native_multi_head_attention(
     query, key, value, embed_dim, num_head, qkv_weight, qkv_bias, proj_weight, proj_bias,
@@ -107,16 +109,26 @@ _fast_paths: list[bool] = []  # what to go back to, once for each block
 def no_fast_path():
     """Keep ``nn.MultiheadAttention`` and encoder layers from their fused inference kernels, which
     do not call ``F.scaled_dot_product_attention``."""
+    _leave_fast_path()
+    try:
+        yield
+    finally:
+        _back_to_fast_path()
+
+
+@run_uncompiled
+def _leave_fast_path() -> None:
     mha = torch.backends.mha
     with _lock:
         _fast_paths.append(mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        with _lock:
-            # The first to enter saw what was there before; the last to leave puts it back.
-            before = _fast_paths[0]
-            _fast_paths.pop()
-            if not _fast_paths:
-                mha.set_fastpath_enabled(before)
+
+
+@run_uncompiled
+def _back_to_fast_path() -> None:
+    with _lock:
+        # The first to enter saw what was there before; the last to leave puts it back.
+        before = _fast_paths[0]
+        _fast_paths.pop()
+        if not _fast_paths:
+            torch.backends.mha.set_fastpath_enabled(before)

@@ -32,6 +32,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_dispatch._compat import run_uncompiled
 from cp_dispatch.errors import (
     ContextParallelNotImplementedError,
     ContextParallelValueError,
@@ -95,6 +96,16 @@ def context_parallel(
         ContextParallelError: for arguments that do not fit, before anything is changed, and for
             calls in the block that are not supported or ambiguous.
     """
+    context, *to_swap = _prepared(
+        mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, schedule
+    )
+    with plain_shards(context), no_fast_path(), swapped(*to_swap):
+        yield
+
+
+@run_uncompiled
+def _prepared(mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, schedule):
+    """The block, the buffers, their shards, and which of them stay shards."""
     check_order(mesh, balancer)
     buffers, dims, keep = checked(buffers, buffer_seq_dims, no_restore_buffers)
     lengths = [length_of(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
@@ -113,8 +124,7 @@ def context_parallel(
         uneven=any(length % mesh.size() for length in lengths),
         whole_lengths=tuple(lengths),
     )
-    with plain_shards(context), no_fast_path(), swapped(buffers, shards, keep):
-        yield
+    return context, buffers, shards, keep
 
 
 def _warn_of_tables(buffers: list, lengths: list[int]) -> None:
@@ -126,7 +136,7 @@ def _warn_of_tables(buffers: list, lengths: list[int]) -> None:
             f"buffers are {tensors} long, and each is sharded by its own length. A table that goes "
             "with a shorter sequence, such as RoPE's, would have its rows at wrong positions: make "
             f"it the sequence's length before the block (table[:{min(tensors)}]).",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -91,30 +91,47 @@ def swapped(buffers: list, shards: list, keep: set[int]):
     Autograd saves a buffer by reference, and would find the whole tensor in a backward after the
     block. So what is saved inside is saved as an alias, which keeps the shard.
     """
-    masks = [(x, own) for x, own in zip(buffers, shards, strict=True) if isinstance(x, BlockMask)]
-    tensors = [pair for pair in zip(buffers, shards, strict=True) if isinstance(pair[0], Tensor)]
-    buffers, shards = ([pair[i] for pair in tensors] for i in (0, 1))
-    ids = {id(buffer) for buffer in buffers} | {id(mask) for mask, _ in masks}
-    originals = [None if id(buffer) in keep else buffer.detach() for buffer in buffers]
-    fields = []
-    aliases = _aliases(ids) if any(x is not None for x in originals) else contextlib.nullcontext()
-    with _lock:
-        _sharded.update(ids)
+    block = _Swap(buffers, shards, keep)
     try:
-        for buffer, own in zip(buffers, shards, strict=True):
-            _put(buffer, own)
-        fields += [(mask, swap(mask, own)) for mask, own in masks]
-        with aliases:
+        with block.put():
             yield
     finally:
-        for buffer, original in zip(buffers, originals, strict=True):
+        block.put_back()
+
+
+class _Swap:
+    @run_uncompiled
+    def __init__(self, buffers: list, shards: list, keep: set[int]):
+        pairs = list(zip(buffers, shards, strict=True))
+        self._keep = keep
+        self._masks = [pair for pair in pairs if isinstance(pair[0], BlockMask)]
+        self._tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
+        self._ids = {id(x) for x, _ in self._masks + self._tensors}
+        self._originals = [None if id(x) in keep else x.detach() for x, _ in self._tensors]
+        self._fields = []
+        with _lock:
+            _sharded.update(self._ids)
+
+    @run_uncompiled
+    def put(self):
+        """And what has to be entered for the block."""
+        for buffer, own in self._tensors:
+            _put(buffer, own)
+        for mask, own in self._masks:
+            self._fields.append((mask, swap(mask, own)))
+        kept = all(x is None for x in self._originals)
+        return contextlib.nullcontext() if kept else _aliases(self._ids)
+
+    @run_uncompiled
+    def put_back(self) -> None:
+        for (buffer, _), original in zip(self._tensors, self._originals, strict=True):
             if original is not None:
                 buffer.data = original
-        for mask, before in fields:
-            if id(mask) not in keep:
+        for mask, before in self._fields:
+            if id(mask) not in self._keep:
                 swap(mask, before)
         with _lock:
-            _sharded.difference_update(ids)
+            _sharded.difference_update(self._ids)
 
 
 def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:

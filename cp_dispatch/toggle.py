@@ -20,9 +20,9 @@ import threading
 import torch
 
 from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override, reentrant
-from cp_dispatch._compat import forget_resolved_kernels, in_backward, withdraw
+from cp_dispatch._compat import forget_resolved_kernels, in_backward, run_uncompiled, withdraw
 from cp_dispatch.flex import install as flex
-from cp_dispatch.options import Options, OptionStack
+from cp_dispatch.options import Options, OptionStack, Scope
 from cp_dispatch.plain_context import PlainContext
 from cp_dispatch.varlen import install as varlen
 
@@ -32,6 +32,7 @@ _contexts = OptionStack()  # of PlainContext
 _installed: list[torch.library.Library] = []
 
 
+@run_uncompiled
 def enable(schedule: str = "auto", layout=None) -> None:
     """Run attention on sequence-sharded DTensors context-parallel, in the whole process:
     ``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``.
@@ -66,6 +67,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
         _sync()
 
 
+@run_uncompiled
 def disable() -> None:
     """Put torch back exactly as it was. Inside ``with enabled(...)``, until the block's end."""
     with _lock:
@@ -88,16 +90,30 @@ def enabled(schedule: str = "auto", layout=None):
     Several threads may each have their own block. Arguments and errors are those of
     :func:`enable`.
     """
+    scope = _enter(schedule, layout)
+    try:
+        yield
+    finally:
+        _leave(scope)
+
+
+# Not in the generators, which dynamo goes into: a block inside a compiled function.
+
+
+@run_uncompiled
+def _enter(schedule: str, layout) -> Scope:
     options = _checked(schedule, layout)
     with _lock, _undone_on_error():
         scope = _stack.push(options)
         _sync()
-    try:
-        yield
-    finally:
-        with _lock:
-            _stack.remove(scope)
-            _sync()
+    return scope
+
+
+@run_uncompiled
+def _leave(scope: Scope) -> None:
+    with _lock:
+        _stack.remove(scope)
+        _sync()
 
 
 def current_options() -> Options | None:
@@ -108,21 +124,32 @@ def current_options() -> Options | None:
 @contextlib.contextmanager
 def plain_shards(context: PlainContext):
     """Take plain tensors for this rank's shards inside the block, in this thread."""
+    scope = _enter_plain(context)
+    try:
+        yield
+    finally:
+        _leave_plain(scope)
+
+
+@run_uncompiled
+def _enter_plain(context: PlainContext) -> Scope:
     _checked(context.schedule, None)
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
         hf_masks.install(plain_context)
         reentrant.install(plain_context)
         _sync()
-    try:
-        yield
-    finally:
-        with _lock:
-            _contexts.remove(scope)
-            if not _contexts.in_use:
-                hf_masks.remove()
-                reentrant.remove()
-            _sync()
+    return scope
+
+
+@run_uncompiled
+def _leave_plain(scope: Scope) -> None:
+    with _lock:
+        _contexts.remove(scope)
+        if not _contexts.in_use:
+            hf_masks.remove()
+            reentrant.remove()
+        _sync()
 
 
 def plain_context() -> PlainContext | None:

@@ -227,3 +227,29 @@ def test_backward_inside_a_compiled_function(mesh):
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
         torch.compile(step, backend="aot_eager")()
     assert torch.equal(weight.grad, want) and not own_code_compiled()
+
+
+def test_settings_inside_a_compiled_function(mesh):
+    """A graph break each, and nothing of what turns it on and off is compiled, which took seconds
+    and was done anew at every step. Dynamo looks at generators, and compiles none."""
+    x = torch.randn(1, 2, 8, 4)
+
+    def block():
+        with enabled("gather"):
+            return x.sin()
+
+    def plain_block():
+        with context_parallel(mesh, buffers=[x.clone()], buffer_seq_dims=[2]):
+            return x.sin()
+
+    def process():
+        enable("gather")
+        y = x.sin()
+        disable()
+        return y
+
+    for function in (block, plain_block, process):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(function, backend="eager")(), x.sin())
+        names = {name.rsplit(":", 1)[-1] for name in own_code_compiled()}
+        assert names <= {"context_parallel", "plain_shards", "no_fast_path", "swapped"}, names
