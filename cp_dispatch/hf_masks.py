@@ -143,7 +143,8 @@ def _said_window(module: torch.nn.Module) -> int | None:
     # (Llama 4) its place among them.
     whole = config if kinds is None else None
     window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
-    if kinds is not None and isinstance(layer, int) and kinds[layer] == "chunked_attention":
+    known = kinds is not None and isinstance(layer, int) and 0 <= layer < len(kinds)
+    if known and kinds[layer] == "chunked_attention":
         window = getattr(config, "attention_chunk_size", None)
     return window if isinstance(window, int) else None
 

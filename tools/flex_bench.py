@@ -7,7 +7,7 @@ the same mask in the same run. "sent" is what the rank that sends most gives to 
 "groups" the groups of heads whose keys travel beside kernels; ``--groups`` sets their number, and
 ``CP_DISPATCH_COPY_ENGINES=0`` leaves them to NCCL.
 Times are those of ``tools/bench.py``; ``--cuda-graph`` replays steps without the host, which has
-read the mask before. The JSON goes to ``tools/results/`` unless ``--out`` says otherwise.
+read the mask before. The JSON of GPUs goes to ``tools/results/`` unless ``--out`` says otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import json
 import pathlib
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -237,7 +238,8 @@ def main() -> None:
         print(f"{card} x {mesh.size()}, torch {torch.__version__}")
     date = datetime.date.today().isoformat()
     name = f"{date}-flex-{mesh.size()}x{card.split()[1] if cuda else 'cpu'}".lower()
-    out = args.out or RESULTS / f"{name}.json"
+    # A try without GPUs is no result.
+    out = args.out or (RESULTS if cuda else pathlib.Path(tempfile.gettempdir())) / f"{name}.json"
     record = {
         "card": card,
         "torch": torch.__version__,

@@ -8,7 +8,7 @@ others in a forward. Torch has no context parallelism for ``varlen_attn``: "gath
 what users write, an all-gather of all keys and values and one call for this rank's rows, whose
 backward is a reduce-scatter (as Llama 3 was trained, arXiv:2407.21783, section 3.3.2).
 Times are those of ``tools/bench.py``. Without GPUs it runs our ways alone, which is a try of the
-program and no measurement. The JSON goes to ``tools/results/`` unless ``--out`` says
+program and no measurement. The JSON of GPUs goes to ``tools/results/`` unless ``--out`` says
 otherwise.
 """
 
@@ -20,6 +20,7 @@ import inspect
 import itertools
 import json
 import pathlib
+import tempfile
 import warnings
 
 import torch
@@ -191,7 +192,8 @@ def main() -> None:
     torch.manual_seed(rank)
     record = about(cuda) | {"kind": "varlen", "rows": []}
     card = record["card"].split()[-1].lower()
-    out = args.out or RESULTS / f"{record['date']}-{ranks}x{card}-varlen.json"
+    folder = RESULTS if cuda else pathlib.Path(tempfile.gettempdir())
+    out = args.out or folder / f"{record['date']}-{ranks}x{card}-varlen.json"
     if rank == 0:
         print(f"{record['card']} x {ranks}, torch {record['torch']}")
     for tokens, mean in itertools.product(
