@@ -59,8 +59,7 @@ class Kept:
         storages = [x.untyped_storage() for x in tensors]
         full_key = (
             key,
-            *((id(s), x.storage_offset(), tuple(x.shape), x.stride(), x._version)
-              for s, x in zip(storages, tensors, strict=True)),
+            *((id(s), *_view_of(x), x._version) for s, x in zip(storages, tensors, strict=True)),
         )  # fmt: skip
         with self._lock:
             entry = self._entries.get(full_key)

@@ -146,12 +146,9 @@ class Heads:
                     token_major(*x.shape, like=x, dtype=team.key_grad_dtype) if key_grad else None
                     for x in (key, value)
                 )
-            if team.joins and key_grad:
-                going[0].wait(dq, dk, dv)
-                continue
-            going[0].wait(dq)
-            for keys in going[1:]:
-                keys.wait(dk, dv)
+            results = [(dq, dk, dv)] if len(going) == 1 and key_grad else [(dq,), (dk, dv)]
+            for message, into in zip(going, results, strict=False):  # no gradients of keys: one
+                message.wait(*into)
         if not key_grad:
             return dq, None, None, grad_mask
         if team.key_grad_dtype is not key.dtype:
