@@ -28,8 +28,8 @@ FEWEST_MOVES = (
 #: backward, and in natural order most exchanges with the mirror rank. 8,192 tokens each: natural
 #: order, on 2 H200s, cuDNN, forwards took 2.1 and 2.2 ms, backwards 6.1 and 5.7; on 4, flash,
 #: forwards 6.8 and 7.4, backwards 18.7 and 18.3. In head-tail order, flash, forward and backward
-#: took 13.3 ms by a gather, 13.0 by a ring and 12.8 by these two on 2; by a gather 25.3 and by these
-#: two 24.9 on 4.
+#: took 13.3 ms by a gather, 13.0 by a ring and 12.8 by these two on 2; by a gather 25.3 and by
+#: these two 24.9 on 4.
 PAIRS = (("mirrored_gather", "ulysses"), ("gather", "ulysses"))
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.by_need.selector import Selector
-from cp_dispatch.layouts import Span
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.varlen.keys import add, as_batch
+from cp_dispatch.varlen.keys import add, as_batch, in_turn
 from cp_dispatch.varlen.traffic import Traffic
 
 # Up to so many runs of rows are added up in one pass over memory.
@@ -34,7 +33,7 @@ class Exchange:
         # Of what sums are made: this rank's part first, then those of others in ascending order.
         self._takers = [taker for taker, count in enumerate(self._given) if count]
         self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
-        self._places = tuple(place for runs in self._runs for place in _places(runs))
+        self._places = tuple(place for runs in self._runs for place in in_turn(runs))
 
     def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[list[Tensor]]:
         """The compact keys of this rank, from its shards ``(rows, Hkv, D)``, and its compact
@@ -101,12 +100,3 @@ class Exchange:
             ]
             for both, count in zip(receive.split(coming), counts, strict=True)
         ]
-
-
-def _places(runs: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-    """As :func:`~cp_dispatch.parts.add_up` takes them: rows of the shard, one after the other in
-    the part."""
-    first = 0
-    for start, count in runs:
-        yield start, count, first
-        first += count

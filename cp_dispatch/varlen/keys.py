@@ -35,7 +35,7 @@ class CallKeys:
         self._runs = list(_by_owner(spans, traffic.takes))
         self._many = Selector(tuple(spans), device) if len(self._runs) > _MOST_RUNS else None
         #: As :func:`~cp_dispatch.parts.add_up` takes them, of compact keys and of the kernel's.
-        self.sums = tuple(_in_turn(spans))
+        self.sums = tuple(in_turn(spans))
         #: Whether every compact key is among the kernel's, once.
         self.are_all = sum(count for _, count, _ in self.sums) == sum(traffic.takes)
         back = [Span(first, length) for _, length, first in sorted(self.sums)]
@@ -113,7 +113,9 @@ def _by_owner(spans: Sequence[Span], takes: Sequence[int]) -> Iterator[tuple[int
             begin += count
 
 
-def _in_turn(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+def in_turn(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """As :func:`~cp_dispatch.parts.add_up` takes them: rows of a sum, which lie one after the other
+    in a part."""
     first = 0
     for start, length in spans:
         yield start, length, first
