@@ -10,8 +10,11 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch import decide
+from cp_dispatch.planner import of_two
 from cp_dispatch.schedules import head_costs
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.settle import settle
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick
@@ -58,6 +61,20 @@ def exactly(
     floors, few = rounding(problem, tensors)
     single = yardstick(problem, tensors, kernel)
     check(got, exact(problem, tensors), single, floors=floors, few=few)
+
+
+def two_schedules(env: Env, kernel: str, kind: str, **fields) -> None:
+    """A forward by a gather and its backward by heads, in each order that "auto" takes it."""
+    taken = []
+
+    def choose(plan, wish, device_type, *_):
+        taken.append(of_two(*(settle(plan, wish, device_type) for wish in ("gather", "ulysses"))))
+        return taken[-1]
+
+    with mock.patch.object(decide, "choose", choose), mock.patch.object(decide, "_plans", {}):
+        for _ in range(2):
+            exactly(env, "auto", kernel, kind, **fields)
+    assert {x.op_schedule.removeprefix("mirrored_") for x in taken} == {"gather+ulysses"}
 
 
 def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
@@ -189,6 +206,17 @@ for _kernel in ("flash", "cudnn"):
             CASES[f"ulysses {_kernel} repeated {_kind} staged={_staged}"] = functools.partial(
                 repeated, kernel=_kernel, kind=_kind, staged=_staged
             )
+
+
+for _kernel in KERNELS:
+    for _kind in ("natural", "head-tail"):
+        for _causal in (True, False):
+            for _heads, _key_heads, _by_nccl in ((8, 2, False), (8, 1, False), (16, 8, True)):
+                _name = f"two schedules {_kernel} {_kind} {_heads}/{_key_heads} causal={_causal}"
+                CASES[_name] = functools.partial(
+                    two_schedules, kernel=_kernel, kind=_kind, heads=_heads, by_nccl=_by_nccl,
+                    key_heads=_key_heads, causal=_causal,
+                )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=WORLD_SIZES or [2], ids=lambda size: f"{size}GPUs")
