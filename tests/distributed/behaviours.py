@@ -177,13 +177,14 @@ def causal_biases(mesh, dtype=torch.float32, lengths=(96, 160), key_placements=S
 
 def half_overflows_alike(mesh, kernel: str) -> None:
     """Where one device's float16 gradients overflow ours do, and nowhere else."""
-    problem, tensors, want, single = overflowing(mesh.device_type, kernel)
+    problem, tensors, *known = overflowing(mesh.device_type, kernel, mesh.size())
     with cp_dispatch.enabled(), sdpa_kernel(KERNELS[kernel]):
-        overflows_alike(value_gradient(problem, tensors, mesh), want, single)
+        overflows_alike(value_gradient(problem, tensors, mesh), *known)
 
 
-def overflowing(device, kernel: str):
-    """A problem, its tensors, and dV in float64 and on one device.
+def overflowing(device, kernel: str, ranks: int):
+    """A problem, its tensors, and dV in float64, on one device, and as the sum of a float16 share
+    of each rank's rows, for that is what a kernel gives: here nothing else rounds as much.
 
     Half of the output's gradient is huge and positive, so that the first keys of a causal call,
     which all rows see, get a dV beyond float16 and the last ones do not.
@@ -193,10 +194,17 @@ def overflowing(device, kernel: str):
     value, grad = value * 1e-3, grad.abs() * 1e-3
     grad[..., :32] = 3e4
     tensors = query, key, value, grad
+    owned = torch.arange(problem.length, device=device) * ranks // problem.length
+    shares = torch.zeros_like(value, dtype=torch.float64)
     with sdpa_kernel(SDPBackend.MATH):
-        want = with_gradients(problem.attend, *(x.double() for x in tensors))[3]
+        exactly = [x.double() for x in (query, key, value)]
+        want = with_gradients(problem.attend, *exactly, grad.double())[3]
+        for rank in range(ranks):
+            own = grad.double() * (owned == rank)[:, None]
+            shares += with_gradients(problem.attend, *exactly, own)[3].half()
     with sdpa_kernel(KERNELS[kernel]):
-        return problem, tensors, want, with_gradients(problem.attend, *tensors)[3]
+        single = with_gradients(problem.attend, *tensors)[3]
+    return problem, tensors, want, single, shares.half()
 
 
 def value_gradient(problem: Problem, tensors, mesh) -> torch.Tensor:
@@ -205,11 +213,12 @@ def value_gradient(problem: Problem, tensors, mesh) -> torch.Tensor:
     return torch.autograd.grad(output, inputs, distribute(tensors[3], mesh, S2))[2].full_tensor()
 
 
-def overflows_alike(dv, want, single) -> None:
+def overflows_alike(dv, want, single, shared) -> None:
     limit = torch.finfo(torch.float16).max
     over, under = want > 1.01 * limit, want < 0.99 * limit
     assert over.any() and under.any()
     for x in (single, dv):
         assert (x[over] == torch.inf).all() and x[under].isfinite().all()
-    errors = [((x.double() - want)[under]).norm().item() for x in (dv, single, want.half())]
+    known = single, want.half(), shared
+    errors = [((x.double() - want)[under]).norm().item() for x in (dv, *known)]
     assert errors[0] <= FACTOR * max(errors[1:]), errors
