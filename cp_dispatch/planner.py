@@ -25,12 +25,14 @@ FEWEST_MOVES = (
 )  # fmt: skip
 
 #: Forwards and backwards that go well together: the shares of dK and dV are moves of a gather's
-#: backward, and in natural order most exchanges with the mirror rank. 8,192 tokens each: natural
-#: order, on 2 H200s, cuDNN, forwards took 2.1 and 2.2 ms, backwards 6.1 and 5.7; on 4, flash,
-#: forwards 6.8 and 7.4, backwards 18.7 and 18.3. In head-tail order, flash, forward and backward
-#: took 13.3 ms by a gather, 13.0 by a ring and 12.8 by these two on 2; by a gather 25.3 and by
-#: these two 24.9 on 4.
+#: backward. 8,192 tokens each on 2 H200s, forward and backward: in natural order 8.1 ms by a gather
+#: and 7.9 by these two (cuDNN), 13.3 and 12.9 (flash); in head-tail order, flash, 13.3 by a gather,
+#: 13.0 by a ring and 12.8 by these two; on 4 by a gather 25.3 and by these two 24.9.
 PAIRS = (("mirrored_gather", "ulysses"), ("gather", "ulysses"))
+#: So much longer than its gather alone the first of them may take, for less memory: in natural
+#: order a gather's backward has room for the mirror's halves of four tensors. Of 32,768 tokens on
+#: each of 4 ranks it held 3,257 MiB, heads 2,634.
+SMALLER = 1.02
 
 
 def constants_here(device_type: str) -> Constants | None:
@@ -75,12 +77,16 @@ def choose(
     best, prediction = min(
         alike, key=lambda x: (FEWEST_MOVES.index(x[0].schedule), max(x[0].extra_bytes()))
     )
+    smaller = _smaller(best, _seconds(prediction, training), found) if training else None
+    best, prediction = smaller or (best, prediction)
     words = f"predicted {prediction.forward * 1e3:.3g} ms forward"
     if training:
         words += f", {prediction.backward * 1e3:.3g} ms backward"
     words += f" (constants of {constants.device})"
     reason = f"{words}: the least of {len(found)} schedules"
-    if len(alike) > 1:
+    if smaller:
+        reason += ", or little more in less memory"
+    elif len(alike) > 1:
         words += f": of {len(alike)} that are as fast by prediction"
         reason = f"{words}, the fewest moves, then the least memory"
     return dataclasses.replace(best, reasons=(*best.reasons, reason))
@@ -126,6 +132,16 @@ def with_predictions(plan: Plan, device_type: str) -> Plan:
     return dataclasses.replace(
         plan, predictions=tuple((x.op_schedule, *prediction) for x, prediction in found)
     )
+
+
+def _smaller(best: Plan, seconds: float, found) -> tuple[Plan, Prediction] | None:
+    """See ``SMALLER``."""
+    if best.op_schedule != PAIRS[0][0]:
+        return None
+    for plan, prediction in found:
+        if plan.op_schedule == "+".join(PAIRS[0]) and sum(prediction) <= seconds * SMALLER:
+            return plan, prediction
+    return None
 
 
 def _seconds(prediction: Prediction, training: bool) -> float:

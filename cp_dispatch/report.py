@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.gather_plan import parcels_of, plan_of
+from cp_dispatch.schedules.mirrored_gather import parcels_before
 from cp_dispatch.schedules.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def forward_transfers(plan: Plan, rank: int) -> list[Transfer]:
             Transfer("all_gather", "logsumexp", rows * plan.lse_itemsize),
         ]
     back = _exchange(plan, rank, "halves of output, logsumexp", *_outputs(plan))
-    if plan.schedule in GATHERS:
-        moves = _gathers(plan)
-        if plan.schedule == "mirrored_gather":
-            moves = [_exchange(plan, rank, "halves of query", _inputs(plan)[0]), *moves, back]
-        return moves
+    if plan.schedule == "mirrored_gather":
+        halves = _exchange(plan, rank, "halves of query", _inputs(plan)[0])
+        return _shared_rows(plan, rank, halves, back, [])
+    if plan.schedule == "gather":
+        return _gathers(plan)
     moves = _key_moves(plan, rank)
     if plan.schedule == "mirrored_ring":
         halves = _exchange(plan, rank, "halves of query, key, value", *_inputs(plan))
@@ -81,7 +82,8 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
             return gathers + sums
         what = "halves of query, output, its gradient, logsumexp"
         there = _exchange(plan, rank, what, _inputs(plan)[0], *outputs)
-        return [there, *gathers, *sums, _exchange(plan, rank, "halves of dQ", _inputs(plan)[0])]
+        dq = _inputs(plan)[0] // plan.dtype.itemsize * plan.gradient_itemsize
+        return _shared_rows(plan, rank, there, _exchange(plan, rank, "halves of dQ", dq), sums)
     row = plan.key_row_bytes // plan.dtype.itemsize
     transfers = _key_moves(plan, rank)
     for hop in range(plan.world_size):
@@ -101,6 +103,15 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
     return transfers
 
 
+def _shared_rows(plan: Plan, rank: int, there, back, sums: list[Transfer]) -> list[Transfer]:
+    """Of a mirrored gather. No keys are before those of the first rank, whose rows stay."""
+    if rank == 0:
+        there = there._replace(bytes=0)
+    if rank == plan.world_size - 1:
+        back = back._replace(bytes=0)
+    return [there, *_gathers(plan), back, *sums]
+
+
 def _key_moves(plan: Plan, rank: int) -> list[Transfer]:
     return [
         Transfer("all_to_all", "key, value", plan.key_row_bytes * length)
@@ -117,8 +128,9 @@ def _gathers(plan: Plan) -> list[Transfer]:
 
 def _shares_sent(plan: Plan, rank: int) -> int:
     """Bytes of dK and dV that a rank sends to the owners of gathered keys."""
+    parcels = parcels_before if plan.schedule == "mirrored_gather" else parcels_of
     owners = (owner for owner in range(plan.world_size) if owner != rank)
-    rows = sum(x.length for owner in owners for x in parcels_of(plan.geometry, rank, owner))
+    rows = sum(x.length for owner in owners for x in parcels(plan.geometry, rank, owner))
     return rows * plan.key_row_bytes // plan.dtype.itemsize * plan.gradient_itemsize
 
 
@@ -255,7 +267,7 @@ def _times(plan: Plan) -> list[str]:
 
 def _blocks(plan: Plan, rank: int) -> tuple[int, int]:
     """Blocks that ``rank`` computes, and those that there are for it."""
-    schedule = SCHEDULES[plan.schedule_name]
+    schedule = SCHEDULES[plan.schedule if plan.head_groups > 1 else plan.schedule_name]
     if hasattr(schedule, "blocks"):
         return schedule.blocks(plan, rank)
     everyone = plan.schedule in RINGS + GATHERS

@@ -224,9 +224,11 @@ def test_what_was_not_measured_is_not_predicted(plan):
     ring(), ring(layout=BALANCED), ring(causal=False), ring(tokens=1024), ring(tokens=65536),
     ring(heads=(8, 8)), ring(ranks=64, tokens=512), ring(tokens=7), ring(heads=(2, 1)),
 ])  # fmt: skip
-def test_auto_takes_the_least_predicted_time(plan, training):
-    """And of what is as fast but for half a hundredth, what moves least often."""
+def test_auto_takes_the_least_predicted_time(monkeypatch, plan, training):
+    """And of what is as fast but for half a hundredth, what moves least often. (Heads that take a
+    backward for its memory have a test of their own.)"""
     known = constants(slowdown=1.1)
+    monkeypatch.setattr(planner, "SMALLER", 0.0)
     got = choose(plan, "auto", "cuda", False, False, known, training)
     assert got == choose(plan, "auto", "cuda", False, False, known, training)
     found = {
@@ -245,7 +247,7 @@ def test_auto_takes_the_least_predicted_time(plan, training):
 
 def test_a_forward_and_a_backward_of_two_schedules(monkeypatch):
     """Each takes what it takes alone; without a backward there is nothing to choose."""
-    known, plan = constants(), ring(heads=(32, 8), tokens=8192)
+    known, plan = constants_of("nvidia-h200"), ring(heads=(32, 8), tokens=8192)
     found = {x.op_schedule: (x, p) for x, p in alternatives(plan, "cuda", False, known)}
     two, prediction = found["mirrored_gather+ulysses"]
     assert prediction.forward == found["mirrored_gather"][1].forward
@@ -259,6 +261,21 @@ def test_a_forward_and_a_backward_of_two_schedules(monkeypatch):
     permuted = ring(heads=(32, 8), tokens=8192, layout=HeadTail(32768, 4))
     found = [x.op_schedule for x, _ in alternatives(permuted, "cuda", False, known)]
     assert [x for x in found if "+" in x] == ["gather+ulysses"]
+
+
+@pytest.mark.parametrize("more, taken", [(0.019, "mirrored_gather+ulysses"), (0.021, "")])
+def test_heads_take_a_backward_that_is_little_longer_for_its_memory(monkeypatch, more, taken):
+    plan, known = ring(heads=(32, 8), tokens=8192), constants()
+    times = {"mirrored_gather": 1.0, "mirrored_gather+ulysses": 1.0 + 2 * more}
+    found = [
+        (x, p._replace(forward=1.0, backward=times[x.op_schedule]))
+        for x, p in alternatives(plan, "cuda", False, known)
+        if x.op_schedule in times
+    ]
+    monkeypatch.setattr(planner, "alternatives", lambda *_: found)
+    got = choose(plan, "auto", "cuda", False, False, known, True)
+    assert got.op_schedule == (taken or "mirrored_gather")
+    assert ("less memory" in got.reasons[-1]) == bool(taken)
 
 
 def test_of_two_that_are_alike_the_smaller():

@@ -96,10 +96,10 @@ def test_gather(mesh):
         """\
 handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
   rank  blocks computed/skipped  MiB sent fwd (calls)  MiB sent bwd (calls)
-     0                4/0               6.125 (    3)        16.125 (    4)
-     1                3/1               6.125 (    3)        16.125 (    4)
-     2                3/1               6.125 (    3)        18.125 (    4)
-     3                4/0               6.125 (    3)        18.125 (    4)
+     0                3/1               4.125 (    3)         8.000 (    4)
+     1                2/2               6.125 (    3)        14.125 (    4)
+     2                3/1               6.125 (    3)        16.125 (    4)
+     3                4/0               4.000 (    3)        14.125 (    4)
   sent: of gathers and sums what a rank puts in, once for all others
   extra memory about: 34.750 MiB forward, 52.000 MiB backward
   - half-shards of query and output are exchanged with the mirror rank""",

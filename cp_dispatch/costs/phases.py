@@ -5,6 +5,7 @@ from __future__ import annotations
 from cp_dispatch.costs.pieces import Links, Pieces
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.gather_plan import plan_of
+from cp_dispatch.schedules.mirrored_gather import parcels_before, shares_of, slots_before
 from cp_dispatch.schedules.prefix_plan import prefixes_of
 
 
@@ -60,18 +61,12 @@ def _gather(model: Pieces, rank: int) -> float:
             sum(t.query_length for t in own), own[0].key_length, own[0].causal
         )  # fmt: skip
         return model.beside(home, coming, True) + model.kernels(rest) + model.merges(rest, False)
-    mirrored = plan.schedule == "mirrored_gather"
-    half = (len(own) + mirrored) // 2
+    half = len(own) // 2
     sums = ranks * length * model.key_row / plan.dtype.itemsize * plan.gradient_itemsize
     going = model.push(sums * (ranks - 1) / ranks, "all_to_all")
     parts = model.beside(model.kernels(own[:half]), coming, True)
-    # Pushed, shares of tiles under a diagonal go last, while the others are under way.
-    diagonal, late = [tile for tile in rest if tile.causal], going
-    if diagonal and model.pushed:
-        late *= sum(t.key_length for t in diagonal) / sum(t.key_length for t in rest)
-    parts += model.kernels([tile for tile in rest if not tile.causal])
-    parts += model.beside(model.kernels(diagonal), going - late, True)
-    parts += model.beside(model.kernels(own[half:]), late, True)
+    parts += model.kernels(rest)
+    parts += model.beside(model.kernels(own[half:]), going, True)
     return parts + model.merges(own + rest, True) + model.copy(sums)
 
 
@@ -95,14 +90,48 @@ def _one_call(model: Pieces, rank: int) -> float:
 
 
 def _mirrored_gather(model: Pieces, rank: int) -> float:
-    there = model.query_row + (2 * model.output_row if model.backward else 0)
-    back = model.query_row if model.backward else model.output_row
-    half = model.plan.geometry.query_length(rank) / 2
-    # Halves are used where they come; results are put in their place.
-    swaps = model.push(half * there, "shift") + model.push(half * back, "shift")
-    # Measured so, at 8,192 tokens on 2 and 4 H200s: they have to share links with what is gathered.
-    swaps *= 2 if model.backward else 1
-    return swaps + _gather(model, rank) + model.copy(half * back)
+    geometry, backward = model.plan.geometry, model.backward
+    mirror = model.plan.world_size - 1 - rank
+    shares = shares_of(geometry, rank, backward)
+    back = model.push(geometry.query_length(rank) / 2 * model.output_row, "shift")
+    late, copied = model.kernels(shares.late), 0.0
+    if backward:
+        # Shares of dK and dV that a rank sends, or that come to it, whichever are more.
+        ranks = range(model.plan.world_size)
+        sent = max(_shares(model, (rank,), ranks), _shares(model, ranks, (rank,)))
+        late = model.beside(late, model.push(sent, "all_to_all"), True)
+        copied = model.copy(_shares(model, ranks, (rank,)))
+    own = _until_sent(model, rank) + model.kernels(shares.own) + late
+    if shares.given:
+        own = max(own, _until_sent(model, mirror) + back)
+    return own + model.merges(shares.early + shares.own + shares.late + shares.given, True) + copied
+
+
+def _shares(model: Pieces, ranks, owners) -> float:
+    """Bytes of dK and dV that some ranks compute of the keys of others."""
+    plan = model.plan
+    found = sum(
+        parcel.length
+        for rank in ranks
+        for owner in owners
+        for parcel in parcels_before(plan.geometry, rank, owner)
+        if rank != owner
+    )
+    return found * model.key_row / plan.dtype.itemsize * plan.gradient_itemsize
+
+
+def _until_sent(model: Pieces, rank: int) -> float:
+    """Until a rank has computed its mirror's rows."""
+    plan, geometry = model.plan, model.plan.geometry
+    shares, others = shares_of(geometry, rank, model.backward), plan.world_size - 1
+    if model.pushed:
+        owners = (owner for owner in range(plan.world_size) if owner != rank)
+        others = sum(bool(slots_before(geometry, rank, owner)) for owner in owners)
+    coming = model.push(others * geometry.key_length(rank) * model.key_row, "all_gather")
+    if shares.mirrors:
+        rows = model.query_row + (2 * model.output_row if model.backward else 0)
+        coming += model.push(geometry.query_length(rank) / 2 * rows, "shift")
+    return model.beside(model.kernels(shares.early), coming, True) + model.kernels(shares.mirrors)
 
 
 def _heads(model: Pieces, rank: int) -> float:

@@ -10,9 +10,10 @@ To add one, name it in ``SCHEDULES``; unless it is for particular placements, na
 """
 
 from cp_dispatch.schedules import mirrored_ring, one_call, ring
-from cp_dispatch.schedules.gather import Gather, MirroredGather
+from cp_dispatch.schedules.gather import Gather
 from cp_dispatch.schedules.head_groups import HeadGroups
 from cp_dispatch.schedules.heads import Heads
+from cp_dispatch.schedules.mirrored_gather import MirroredGather
 from cp_dispatch.schedules.one_block import ReplicatedKeys, ReplicatedQueries
 
 

@@ -8,13 +8,12 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Tile, selector
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.gradients import KeyShare
-from cp_dispatch.schedules.half_swap import Halves
 from cp_dispatch.schedules.job import Job
 
 
 def forward_block(
     job: Job,
-    query: Tensor | Halves,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
     tiles: tuple[Tile, ...],
@@ -37,12 +36,12 @@ def forward_block(
 
 def backward_block(
     job: Job,
-    grad_output: Tensor | Halves,
-    query: Tensor | Halves,
+    grad_output: Tensor,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor | Halves,
-    logsumexp: Tensor | Halves,
+    output: Tensor,
+    logsumexp: Tensor,
     tiles: tuple[Tile, ...],
     query_grad: QueryGradient,
     mask_grad: Tensor | None,
@@ -76,9 +75,7 @@ def batch(row: int | None) -> slice:
     return slice(None) if row is None else slice(row, row + 1)
 
 
-def _rows(tensor: Tensor | Halves, tile: Tile) -> Tensor:
-    if isinstance(tensor, Halves):
-        return tensor.rows_of(tile)
+def _rows(tensor: Tensor, tile: Tile) -> Tensor:
     return _window(tensor, tile, tile.query_start, tile.query_length)
 
 

@@ -11,13 +11,10 @@ so that what the hi rows see, hi of rank r + 1 to the end, is one range, and wha
 lo of ranks 0 to r - 1, is another: three kernels for any W, and one merge of each row. (Attention
 does not mind the order of the keys.)
 
-In natural order halves of the queries alone are swapped with the mirror rank
-(:mod:`cp_dispatch.schedules.half_swap`); the keys are gathered in natural order, of which every row
-sees a prefix.
+Causal calls in natural order have :mod:`cp_dispatch.schedules.mirrored_gather`.
 
 In the backward every rank sends its shares of dK and dV to the keys' owners while it computes what
-is at home, or in natural order the mirror's tile under the diagonal
-(:mod:`cp_dispatch.schedules.key_shares`).
+is at home (:mod:`cp_dispatch.schedules.key_shares`).
 """
 
 from __future__ import annotations
@@ -28,59 +25,42 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Tile, laid_out
 from cp_dispatch.layouts.tiles import cut
-from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.gather_plan import plan_of
+from cp_dispatch.schedules.gather_plan import parcels_of, plan_of
 from cp_dispatch.schedules.gathered import ROOM, gathered_keys, room_bytes
 from cp_dispatch.schedules.gradients import mask_gradient
-from cp_dispatch.schedules.half_swap import HalfSwap, swapped
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.ranges import part
 
 
 class _Gather:
-    """``mirrored``: halves of queries in natural order are swapped with the mirror rank."""
-
-    def __init__(self, mirrored: bool):
-        self.mirrored = mirrored
-
     def geometry(
         self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
     ) -> Geometry:
-        if not self.mirrored:
-            return laid_out(query_length, key_length, ring_shape, causal, layout)
-        return swapped(int(query_length), int(key_length), tuple(ring_shape), causal)
+        return laid_out(query_length, key_length, ring_shape, causal, layout)
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
-        plan, rows, swap = plan_of(job.geometry, job.rank), query, None
-        if self.mirrored:
-            swap = HalfSwap(job.ring, (query,))
-            (rows,) = swap.rows
         keys = gathered_keys(key, value, job.geometry, job.ring)
-        own, rest = _at_home(job.geometry, job.rank), plan.rest
+        own, rest = _at_home(job.geometry, job.rank), plan_of(job.geometry, job.rank).rest
         if query.numel() == 0:
             own, rest = (), ()
         dtype = job.backend.output_dtype(query.dtype)
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        halves = swap is None and job.dropout is None and _are_halves(own, query, key, value)
+        halves = job.dropout is None and _are_halves(own, query, key, value)
         done = (Tile(0, query.size(2), 0, query.size(2), True, (), ()),) if halves else own
         result = OutputAccumulator(query, value.size(-1), done + rest, dtype, lse_dtype)
         with keys.coming(), part("gather[home]"):
             if halves:
                 _forward_halves(job, query, key, value, result, *done)
             else:
-                forward_block(job, rows, key, value, own, result)
+                forward_block(job, query, key, value, own, result)
         with part("gather[gathered]"):
-            forward_block(job, rows, *keys.wait(), rest, result)
+            forward_block(job, query, *keys.wait(), rest, result)
             keys.release()
-        output, logsumexp = result.finish()
-        if swap is not None:
-            swap.release()
-            HalfSwap(job.ring, (output, logsumexp), at_once=True).replace()
-        return output, logsumexp
+        return result.finish()
 
     def backward(
         self,
@@ -95,23 +75,10 @@ class _Gather:
         mask_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
-        plan, swap = plan_of(job.geometry, job.rank), None
-        sums = None
-        if key_grad:
-            dtype = job.backend.gradient_dtype(key.dtype)
-            nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
-            # Before keys are in that room, for it may have to become larger. Nor may it do so for
-            # keys once shares have it, as where the forward's room was freed.
-            job.ring.mailbox(ROOM, room_bytes(key, value, job.ring.world_size))
-            sums = KeyShares(
-                key, value, job.geometry, job.ring, dtype, nothing=nothing, room=ROOM
-            )  # fmt: skip
+        own, rest, _ = plan_of(job.geometry, job.rank)
+        sums = shares_of_keys(job, query, key, value) if key_grad else None
         rows = grad_output, query, output, logsumexp
-        if self.mirrored:
-            swap = HalfSwap(job.ring, rows)
-            rows = swap.rows
         keys = gathered_keys(key, value, job.geometry, job.ring)
-        own, rest = plan.own, plan.rest
         if query.numel() == 0:
             own, rest = (), ()
         own = _halved(own)
@@ -125,40 +92,32 @@ class _Gather:
             )
 
         # Half of what is at home hides the gather, the other half the way of dK and dV.
-        half = (len(own) + self.mirrored) // 2
-        first, second = own[:half], own[half:]
-        # The tile under the mirror's diagonal hides the way of all other shares, with keys of its
-        # own: what comes takes the room of the gathered ones.
-        diagonal = tuple(tile for tile in rest if tile.causal) if sums is not None else ()
+        half = len(own) // 2
         with keys.coming(), part("gather_backward[home]"):
-            shares = block(key, value, first)
+            shares = block(key, value, own[:half])
         with part("gather_backward[gathered]"):
-            gathered = keys.wait()
-            of_others = block(*gathered, rest[: len(rest) - len(diagonal)])
-            kept = [_own_keys(gathered, tile) for tile in diagonal]
+            of_others = block(*keys.wait(), rest)
             keys.release()
-        del keys, gathered
+        del keys
         if sums is not None:
-            sums.start(of_others, last=not diagonal)
+            sums.start(of_others)
         del of_others
-        for index, (tile, pair) in enumerate(zip(diagonal, kept, strict=True), 1):
-            with part("gather_backward[diagonal]"):
-                of_mirror = block(*pair, (tile._replace(key_start=0),))
-            sums.start(of_mirror, last=index == len(diagonal))
         with part("gather_backward[home]"):
-            shares += block(key, value, second)
+            shares += block(key, value, own[half:])
         dk, dv = sums.finish(shares) if sums is not None else (None, None)
-        dq = query_grad.finish()
-        if swap is not None:
-            swap.release()
-            HalfSwap(job.ring, (dq,), at_once=True).replace()
-        return dq, dk, dv, grad_mask
+        return query_grad.finish(), dk, dv, grad_mask
 
 
-def _own_keys(pair: tuple[Tensor, Tensor], tile: Tile) -> tuple[Tensor, Tensor]:
-    """Copies of the keys and values that a tile sees, token-major."""
-    windows = [x.narrow(2, tile.key_start, tile.key_length) for x in pair]
-    return tuple(token_major(*x.shape, like=x).copy_(x) for x in windows)
+def shares_of_keys(
+    job: Job, query: Tensor, key: Tensor, value: Tensor, parcels=parcels_of
+) -> KeyShares:
+    """For the shares of dK and dV of gathered keys, in whose room they come."""
+    dtype = job.backend.gradient_dtype(key.dtype)
+    nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
+    # Before keys are in that room, for it may have to become larger. Nor may it do so for keys once
+    # shares have it, as where the forward's room was freed.
+    job.ring.mailbox(ROOM, room_bytes(key, value, job.ring.world_size))
+    return KeyShares(key, value, job.geometry, job.ring, dtype, parcels, nothing, ROOM)
 
 
 @functools.lru_cache(maxsize=256)
@@ -222,5 +181,4 @@ def _forward_halves(job: Job, query, key, value, result: OutputAccumulator, tile
     result.add(out, lse, tile)
 
 
-Gather = _Gather(mirrored=False)
-MirroredGather = _Gather(mirrored=True)
+Gather = _Gather()

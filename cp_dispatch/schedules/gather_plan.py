@@ -28,8 +28,8 @@ def _pieces(geometry: Geometry) -> int:
 
 
 class Plan(NamedTuple):
-    """What a rank computes: with its own keys, and with all of them as gathered, tiles under a
-    diagonal last; and in how many pieces, last one first, each rank's keys are gathered."""
+    """What a rank computes: with its own keys, and with all of them as gathered; and in how many
+    pieces, last one first, each rank's keys are gathered."""
 
     own: tuple[Tile, ...]
     rest: tuple[Tile, ...]
@@ -72,7 +72,7 @@ def plan_of(geometry: Geometry, rank: int) -> Plan:
                 break
         else:
             rest.append(tile)
-    return Plan(tuple(own), tuple(sorted(rest, key=lambda tile: tile.causal)), pieces)
+    return Plan(tuple(own), tuple(rest), pieces)
 
 
 def _of_keys(tile: Tile, spans: tuple[Span, ...], start: int, length: int) -> Tile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -17,14 +18,18 @@ from cp_dispatch.schedules.mailbox import Mailbox
 ROOM = "keys"
 
 
+#: Of a geometry, a rank and an owner, the pieces of the owner's keys of which the rank sees any.
+Slots = Callable[[Geometry, int, int], tuple[int, ...]]
+
+
 def gathered_keys(
-    key: Tensor, value: Tensor, geometry: Geometry, ring: Ring
+    key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, slots: Slots = slots_of
 ) -> GatheredKeys | PushedKeys:
     """The keys of all ranks, on their way once the result's ``coming()`` is entered."""
     box = ring.mailbox(ROOM, room_bytes(key, value, ring.world_size))
     if box is None:
         return GatheredKeys(key, value, plan_of(geometry, ring.rank).pieces, ring)
-    return PushedKeys(key, value, geometry, ring, box)
+    return PushedKeys(key, value, geometry, ring, box, slots)
 
 
 class GatheredKeys:
@@ -93,13 +98,15 @@ class PushedKeys:
     piece that a rank does not see is not sent there, and its place is left as it was.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+    def __init__(
+        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox, slots: Slots
+    ):
         self._tensors, self._box = (key, value), box
-        place = geometry, key.shape, value.shape, key.dtype
+        place = geometry, key.shape, value.shape, key.dtype, slots
         rooms = box.views.get(place)
         if rooms is None:
             box.forget_many()
-            rooms = box.views[place] = _Rooms(key, value, geometry, ring, box)
+            rooms = box.views[place] = _Rooms(key, value, geometry, ring, box, slots)
         self._rooms = rooms
 
     @contextlib.contextmanager
@@ -124,7 +131,9 @@ class _Rooms:
     """Where keys and values go, as ``moves`` of :class:`Mailbox`; ``own`` are the views of what
     comes, ``(B, Hkv, S, D)``."""
 
-    def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
+    def __init__(
+        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox, slots: Slots
+    ):
         pieces = plan_of(geometry, ring.rank).pieces
         size = key.size(2) // pieces
         own, starts, end = [], [], 0
@@ -139,7 +148,7 @@ class _Rooms:
         for step in range(ring.world_size):
             # No two ranks push to one at a time; the nearest first, oneself last.
             peer = (ring.rank + 1 + step) % ring.world_size
-            for piece in slots_of(geometry, peer, ring.rank):
+            for piece in slots(geometry, peer, ring.rank):
                 slot = ((pieces - 1 - piece) * ring.world_size + ring.rank) * size
                 for index, tensor in enumerate((key, value)):
                     row = tensor.size(1) * tensor.size(3) * tensor.itemsize

@@ -17,7 +17,7 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.half_swap import HalfSwap, mirror_of
+from cp_dispatch.schedules.half_swap import Swap, mirror_of
 
 
 def fits(query_length: int, key_length: int, world_size: int) -> bool:
@@ -37,19 +37,19 @@ def pair_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
 
 def to_pairs(ring: Ring, *tensors: Tensor) -> list[Tensor]:
     """Of tensors ``(B, H, S, ...)`` this rank's first half and its mirror's second, ascending."""
-    return _put_together(HalfSwap(ring, tensors), tensors, 0, int(ring.rank >= mirror_of(ring)))
+    return _put_together(ring, tensors, 0, int(ring.rank >= mirror_of(ring)))
 
 
 def to_natural(ring: Ring, *tensors: Tensor) -> list[Tensor]:
     """The inverse of :func:`to_pairs`."""
-    kept = int(ring.rank >= mirror_of(ring))
-    return _put_together(HalfSwap(ring, tensors, gives=1 - kept), tensors, kept, 0)
+    return _put_together(ring, tensors, int(ring.rank >= mirror_of(ring)), 0)
 
 
-def _put_together(
-    swap: HalfSwap, tensors: tuple[Tensor, ...], kept: int, place: int
-) -> list[Tensor]:
-    """The halves that are kept, in that place, and the mirror's in the other one."""
+def _put_together(ring: Ring, tensors: tuple[Tensor, ...], kept: int, place: int) -> list[Tensor]:
+    """The half that is kept, the first or the second, in that place, and in the other one the half
+    that the mirror does not keep."""
+    half = tensors[0].size(2) // 2
+    swap = Swap(ring, tensors, (1 - kept) * half, half)
     if swap.is_alone:  # its own pieces are a pair
         return list(tensors)
     results = [
@@ -57,7 +57,7 @@ def _put_together(
     ]
     places = [x.tensor_split(2, dim=2) for x in results]
     for into, x in zip(places, tensors, strict=True):
-        into[place].copy_(x.narrow(2, kept * swap.half, swap.half))
+        into[place].copy_(x.narrow(2, kept * half, half))
     for into, received in zip(places, swap.wait(), strict=True):
         into[1 - place].copy_(received)
     swap.release()

@@ -182,12 +182,12 @@ def test_gather_gathers_once_and_sends_shares_once(recorder, order, world_size, 
         assert plan.schedule == ("mirrored_gather" if order == "natural" else "gather")
         assert forward.gathered == backward.gathered == [own // pieces] * pieces
         # About a reduce-scatter of the kernels' dtype; less where tiles cover few keys. In natural
-        # order of 2W pieces the own half sees 2r + 1, the mirror's 2W - 2r, and each has shares of
-        # all of them; its own keys, that one sees, or both, need no way.
-        shares = backward.sent[1 if order == "natural" else 0]
+        # order the own half sees the r shards before the rank's, the mirror's the other ones of
+        # W - 1, and each has shares of all of them; its own keys, if it sees them, need no way.
+        shares = backward.sent[2 if order == "natural" else 0]
         most = sum(forward.gathered) * (world_size - 1)
         if order == "natural":
-            assert shares == (2 * world_size - 2 * (2 * rank < world_size)) * own // 2
+            assert shares == (world_size - 1 - (2 * rank < world_size - 1)) * own
         else:
             assert shares == most if order == "full" else 0 < shares <= most
         exchanged = [t.bytes for t in there if t.collective == "all_to_all"]

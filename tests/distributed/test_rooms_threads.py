@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
-from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.layouts import laid_out
 from cp_dispatch.schedules.pushed_ring import shares_overlap
 from tests.distributed.calls import only
@@ -295,29 +293,6 @@ def test_ranks_without_keys(rooms, schedule):
     with only("math"):
         run_threads(3, rank_body)
     rooms.assert_all_was_read()
-
-
-def test_shares_go_while_the_mirrors_diagonal_is_computed(rooms, monkeypatch):
-    """A gather in natural order has nothing at home left to hide them."""
-    order: dict[int, list[str]] = {}
-    push, compute = Box.push_rows, CpuFlash.backward
-
-    def push_rows(box, sources, moves, ready_at_open=False, last=True, **how):
-        if box._key[1] == "keys" and not ready_at_open:
-            order.setdefault(threading.get_ident(), []).append(f"push, last={last}")
-        return push(box, sources, moves, ready_at_open, last=last, **how)
-
-    def backward(kernel, go, q, k, v, out, lse, mask, causal, *rest):
-        order.setdefault(threading.get_ident(), []).append("causal" if causal else "full")
-        return compute(kernel, go, q, k, v, out, lse, mask, causal, *rest)
-
-    monkeypatch.setattr(Box, "push_rows", push_rows)
-    monkeypatch.setattr(CpuFlash, "backward", backward)
-    sent(rooms, "gather")
-    assert len(order) == 4
-    for mine in order.values():
-        assert mine[0] == "causal" and set(mine[1:-3]) == {"full"}, order
-        assert mine[-3:] == ["push, last=False", "causal", "push, last=True"], order
 
 
 @pytest.mark.parametrize("kind", ["head-tail", "documents", "blocks"])

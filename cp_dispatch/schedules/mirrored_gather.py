@@ -1,0 +1,242 @@
+"""A gather in natural order, where mirror ranks share what their rows see of others' keys.
+
+Each rank computes what its rows see of its own keys, as much on all ranks. Of the keys before
+those, rank r would have r shards to compute and its mirror, W - 1 - r, the others of W - 1: so each
+takes the first half of its own rows, and the second half of its mirror's::
+
+    W = 4                      rank 0   rank 1   rank 2   rank 3
+    own keys                   0        1        2        3
+    first half of its rows     -        0        0 1      0 1 2
+    mirror's second half       0 1 2    0 1      0        -
+
+Queries and keys come while a rank is busy with its own keys. The mirror's rows are next, whose
+partial outputs go home while its own rows are computed; their owner merges them. Rank 0, whose rows
+see no keys of others, keeps a part of its own keys until then.
+
+The backward computes the same, with the mirror's rows of four tensors. dQ of these goes home as
+partial outputs do, and the shares of dK and dV of others' keys go to their owners, while each rank
+is busy with the rest of its own keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cp_dispatch.layouts import Geometry, Span, Tile, laid_out
+from cp_dispatch.layouts.tiles import tiles
+from cp_dispatch.merge import token_major
+from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
+from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.gather import shares_of_keys
+from cp_dispatch.schedules.gather_plan import Parcel
+from cp_dispatch.schedules.gathered import gathered_keys
+from cp_dispatch.schedules.half_swap import Swap
+from cp_dispatch.schedules.job import Job
+from cp_dispatch.schedules.ranges import part
+
+
+class Shares(NamedTuple):
+    """Tiles of a rank, in order."""
+
+    #: Of its rows with its own keys, before and after what others wait for.
+    early: tuple[Tile, ...] = ()
+    late: tuple[Tile, ...] = ()
+    #: With gathered keys: the mirror's rows, counted from the first of them, and its own.
+    mirrors: tuple[Tile, ...] = ()
+    own: tuple[Tile, ...] = ()
+    #: What the mirror computes of this rank's rows.
+    given: tuple[Tile, ...] = ()
+
+    @property
+    def of_rows(self) -> tuple[Tile, ...]:
+        """All of this rank's rows."""
+        return self.early + self.late + self.own + self.given
+
+
+@functools.lru_cache(maxsize=1024)
+def shares_of(geometry: Geometry, rank: int, backward: bool) -> Shares:
+    """Who computes what; ``geometry`` has rows and keys in natural order."""
+    mirror = geometry.world_size - 1 - rank
+    (whole,) = geometry.key_spans[rank]
+    half = whole.length // 2
+    first, second = Span(whole.position, half), Span(whole.position + half, half)
+
+    def with_keys_before(owner: int, start: int, *rows: Span) -> tuple[Tile, ...]:
+        keys = (Span(0, owner * whole.length),) if owner else ()
+        return _moved(tiles(rows, keys, True, 0), start)
+
+    def at_home(start: int, rows: Span) -> tuple[Tile, ...]:
+        return _moved(tiles((rows,), (whole,), True, whole.position), start)
+
+    early, late = at_home(0, whole), ()
+    if backward:
+        late, *diagonal = at_home(half, second)
+        early, late = at_home(0, first) + tuple(diagonal), (late,)
+    elif rank == 0:
+        early, late = at_home(half, second), at_home(0, first)
+    if mirror == rank:
+        return Shares(early, late, own=with_keys_before(rank, 0, whole))
+    theirs = Span(mirror * whole.length + half, half)
+    return Shares(
+        early,
+        late,
+        with_keys_before(mirror, 0, theirs),
+        with_keys_before(rank, 0, first),
+        with_keys_before(rank, half, second),
+    )
+
+
+def _moved(found: tuple[Tile, ...], start: int) -> tuple[Tile, ...]:
+    return tuple(tile._replace(query_start=tile.query_start + start) for tile in found)
+
+
+def slots_before(geometry: Geometry, rank: int, owner: int) -> tuple[int, ...]:
+    """As :func:`cp_dispatch.schedules.gather_plan.slots_of`: whether ``owner``'s keys are before
+    any rows that ``rank`` computes."""
+    return (0,) if owner < max(rank, geometry.world_size - 1 - rank) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def parcels_before(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
+    """As :func:`cp_dispatch.schedules.gather_plan.parcels_of`."""
+    shares, length = shares_of(geometry, rank, True), geometry.key_length(owner)
+    return tuple(
+        Parcel(index, owner * length, length, 0)
+        for index, tile in enumerate(shares.mirrors + shares.own)
+        if owner * length < tile.key_length
+    )
+
+
+class _MirroredGather:
+    def geometry(
+        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
+    ) -> Geometry:
+        return laid_out(query_length, key_length, ring_shape, causal, layout)
+
+    def blocks(self, plan, rank: int) -> tuple[int, int]:
+        """Shards of keys that ``rank`` computes with, and all."""
+        size = plan.world_size
+        before = (slots_before(plan.geometry, rank, owner) for owner in range(size))
+        return sum(map(bool, before)) + (2 * rank >= size - 1), size
+
+    def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`cp_dispatch.schedules.ring.forward`."""
+        mine = _Mine(job, query, False)
+        swap = mine.swap(query)
+        keys = gathered_keys(key, value, job.geometry, job.ring, slots_before)
+        dtype = job.backend.output_dtype(query.dtype)
+        lse_dtype = job.backend.logsumexp_dtype(query.dtype)
+        shares, value_dim = mine.shares, value.size(-1)
+        result = OutputAccumulator(query, value_dim, shares.of_rows, dtype, lse_dtype)
+        with keys.coming(), part("gather[home]"):
+            forward_block(job, query, key, value, shares.early, result)
+        with part("gather[mirror]"):
+            gathered = keys.wait()
+            if shares.mirrors:
+                (rows,) = swap.wait()
+                of_mirror = OutputAccumulator(rows, value_dim, shares.mirrors, dtype, lse_dtype)
+                forward_block(job, rows, *gathered, shares.mirrors, of_mirror)
+                partial = of_mirror.finish()
+                del rows, of_mirror
+            else:
+                partial = mine.nothing(value_dim, dtype, lse_dtype)
+            swap.release()
+            back = mine.swap_back(*partial)
+            del partial
+        with part("gather[gathered]"):
+            forward_block(job, query, *gathered, shares.own, result)
+            keys.release()
+            del gathered
+        with part("gather[home]"):
+            forward_block(job, query, key, value, shares.late, result)
+        for tile in shares.given:
+            result.add(*back.wait(), tile)
+        back.release()
+        return result.finish()
+
+    def backward(
+        self,
+        job: Job,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        logsumexp: Tensor,
+        key_grad: bool,
+        mask_grad: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """As :func:`cp_dispatch.schedules.ring.backward`; there is no mask."""
+        mine = _Mine(job, query, True)
+        sums = None
+        if key_grad:
+            sums = shares_of_keys(job, query, key, value, parcels_before)
+        rows = grad_output, query, output, logsumexp
+        swap = mine.swap(*rows)
+        keys = gathered_keys(key, value, job.geometry, job.ring, slots_before)
+        shares, dtype = mine.shares, job.backend.gradient_dtype(query.dtype)
+        query_grad = QueryGradient(query, shares.of_rows)
+
+        def block(rows, keys, found, into):
+            go, q, out, lse = rows
+            return backward_block(job, go, q, *keys, out, lse, found, into, None)
+
+        with keys.coming(), part("gather_backward[home]"):
+            own = block(rows, (key, value), shares.early, query_grad)
+        with part("gather_backward[mirror]"):
+            gathered, of_others = keys.wait(), []
+            if shares.mirrors:
+                theirs = swap.wait()
+                of_mirror = QueryGradient(theirs[1], shares.mirrors, dtype)
+                of_others += block(theirs, gathered, shares.mirrors, of_mirror)
+                partial = (of_mirror.finish(),)
+                del theirs, of_mirror
+            else:
+                partial = mine.nothing(query.size(3), dtype)
+            swap.release()
+            back = mine.swap_back(*partial)
+            del partial
+        with part("gather_backward[gathered]"):
+            of_others += block(rows, gathered, shares.own, query_grad)
+            keys.release()
+            del gathered
+        if sums is not None:
+            sums.start(of_others)
+        del of_others
+        with part("gather_backward[home]"):
+            own += block(rows, (key, value), shares.late, query_grad)
+        for tile in shares.given:
+            query_grad.add(*back.wait(), tile)
+        back.release()
+        dk, dv = sums.finish(own) if sums is not None else (None, None)
+        return query_grad.finish(), dk, dv, None
+
+
+class _Mine:
+    """What a rank has to do with its mirror, and its tiles; none where it has no rows."""
+
+    def __init__(self, job: Job, query: Tensor, backward: bool):
+        shares = shares_of(job.geometry, job.rank, backward)
+        self._ring, self._gives, self._takes = job.ring, bool(shares.given), bool(shares.mirrors)
+        self._query, self._half = query, query.size(2) // 2
+        self.shares = shares if query.numel() else Shares()
+
+    def swap(self, *tensors: Tensor) -> Swap:
+        """The second halves of tensors of this rank's rows for those of the mirror's."""
+        return Swap(self._ring, tensors, self._half, self._half, self._gives, self._takes)
+
+    def swap_back(self, *tensors: Tensor) -> Swap:
+        """What was computed of the mirror's rows for what it computed of this rank's."""
+        return Swap(self._ring, tensors, 0, self._half, self._takes, self._gives)
+
+    def nothing(self, dim: int, dtype, lse_dtype=None) -> tuple[Tensor, ...]:
+        """Room for what is not computed of the mirror's rows, which says how large it would be."""
+        query, shape = self._query, (*self._query.shape[:2], self._half)
+        out = token_major(*shape, dim, like=query, dtype=dtype)
+        return (out,) if lse_dtype is None else (out, query.new_empty(shape, dtype=lse_dtype))
+
+
+MirroredGather = _MirroredGather()

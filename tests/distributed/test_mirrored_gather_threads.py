@@ -1,0 +1,114 @@
+"""Who computes which rows in a gather in natural order, and when it tells others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import cp_dispatch
+from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.half_swap import Swap
+from cp_dispatch.schedules.key_shares import KeyShares
+from cp_dispatch.schedules.mirrored_gather import shares_of, slots_before
+from tests.distributed.reference import Problem
+from tests.distributed.sharded import distribute
+from tests.distributed.threads import run_threads
+
+RANKS, HALF = 4, 4
+SHARD = 2 * HALF
+
+
+def pairs(spans, keys, causal) -> set[tuple[int, int]]:
+    rows, columns = ([span.position + i for span in x for i in range(span.length)]
+                     for x in (spans, keys))  # fmt: skip
+    return {(r, c) for i, r in enumerate(rows) for j, c in enumerate(columns)
+            if j <= i or not causal}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("world_size", range(2, 10))
+def test_every_pair_is_computed_once_and_all_have_as_many(world_size, backward):
+    length, found, work = 2 * HALF * world_size, [], []
+    geometry = SCHEDULES["mirrored_gather"].geometry(length, length, (world_size,), True, None)
+    for rank in range(world_size):
+        shares = shares_of(geometry, rank, backward)
+        computed = [
+            pairs(tile.query_spans, tile.key_spans, tile.causal)
+            for tile in (*shares.early, *shares.late, *shares.mirrors, *shares.own)
+        ]
+        found += computed
+        work.append(sum(map(len, computed)))
+        for tile in (*shares.mirrors, *shares.own):
+            # What is seen of others' keys is what comes, from the first one on.
+            seen = {key // (2 * HALF) for _, key in pairs(tile.query_spans, tile.key_spans, False)}
+            slots = {owner for owner in range(world_size) if slots_before(geometry, rank, owner)}
+            assert tile.key_start == 0 and seen <= slots
+        mirror = shares_of(geometry, world_size - 1 - rank, backward)
+        assert [x.query_spans for x in shares.given] == [x.query_spans for x in mirror.mirrors]
+    assert len(set(work)) == 1
+    assert sum(map(len, found)) == length * (length + 1) // 2
+    assert set().union(*found) == {(r, c) for r in range(length) for c in range(r + 1)}
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What each rank sends and computes in a forward and a backward, in order."""
+    found = {rank: [] for rank in range(RANKS)}
+    made, start = Swap.__init__, KeyShares.start
+    forward, backward = CpuFlash.forward, CpuFlash.backward
+
+    def moves(self, ring, tensors, first, count, sends, comes):
+        found[ring.rank].append(("send" if sends else "", "take" if comes else ""))
+        made(self, ring, tensors, first, count, sends, comes)
+
+    def shares(self, *args):
+        found[dist.get_rank()].append("dK, dV")
+        start(self, *args)
+
+    def computes(self, query, key, *args):
+        found[dist.get_rank()].append((query.size(2), key.size(2)))
+        return forward(self, query, key, *args)
+
+    def computes_back(self, grad, query, key, *args):
+        found[dist.get_rank()].append((query.size(2), key.size(2)))
+        return backward(self, grad, query, key, *args)
+
+    monkeypatch.setattr(Swap, "__init__", moves)
+    monkeypatch.setattr(KeyShares, "start", shares)
+    monkeypatch.setattr(CpuFlash, "forward", computes)
+    monkeypatch.setattr(CpuFlash, "backward", computes_back)
+    problem = Problem(batch=1, heads=2, length=SHARD * RANKS, dim=8, causal=True)
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        inputs = [distribute(x, mesh, [Shard(2)]).requires_grad_() for x in problem.tensors()[:3]]
+        with cp_dispatch.enabled(schedule="gather"):
+            output = problem.attend(*inputs)
+            found[rank].append("backward")
+            torch.autograd.grad(output, inputs, output.detach())
+
+    run_threads(RANKS, body)
+    return found
+
+
+def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
+    """Each rank has a kernel left when it sends."""
+    send, take, both = ("send", ""), ("", "take"), ("send", "take")
+    home = (SHARD, SHARD)
+    assert {rank: x[: x.index("backward")] for rank, x in log.items()} == {
+        0: [take, (HALF, HALF), (HALF, HALF), (HALF, 3 * SHARD), send, (HALF, HALF)],
+        1: [both, home, (HALF, 2 * SHARD), both, (HALF, SHARD)],
+        2: [both, home, (HALF, SHARD), both, (HALF, 2 * SHARD)],
+        3: [send, home, take, (HALF, 3 * SHARD)],
+    }
+    half, last = [(HALF, HALF)] * 2, ["dK, dV", (HALF, HALF)]
+    assert {rank: x[x.index("backward") + 1 :] for rank, x in log.items()} == {
+        0: [take, *half, (HALF, 3 * SHARD), send, *last],
+        1: [both, *half, (HALF, 2 * SHARD), both, (HALF, SHARD), *last],
+        2: [both, *half, (HALF, SHARD), both, (HALF, 2 * SHARD), *last],
+        3: [send, *half, take, (HALF, 3 * SHARD), *last],
+    }
