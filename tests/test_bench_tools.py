@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from cp_dispatch.plan import Plan
 from tests.test_costs import constants
 
 TOOLS = pathlib.Path(__file__).parents[1] / "tools"
@@ -68,6 +69,14 @@ def test_results_are_kept(tmp_path, monkeypatch):
     assert len(kept) == len(ROWS)
     assert kept[2]["error"] == "out of memory" and kept[2]["kept"] == ""
     assert kept[1] | {"kept": "0.75", "heads": "32/8", "card": "card"} == kept[1]
+
+
+def test_a_refused_call_has_no_schedule(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    ways, query = load("bench_ways"), torch.ones(1, 2, 4, 8)
+    monkeypatch.setattr(ways.cp_dispatch, "explain", lambda *args, **kwargs: Plan("refused"))
+    problem = argparse.Namespace(args=argparse.Namespace(causal=True))
+    assert ways.planned(problem, [query] * 3, "fwd") == {}
 
 
 def test_failures_are_rows():

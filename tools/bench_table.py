@@ -1,8 +1,9 @@
-"""The README's tables of speed, made from what ``bench.py`` and its like kept.
+"""Tables of speed of the README and of tools/results, made from what ``bench.py`` etc. kept.
 
     python tools/bench_table.py
 
-Each table stands between markers that name its file: ``<!-- bench FILE -->`` and ``<!-- end -->``.
+Each table stands between markers that name its file, or several of one kind and one day:
+``<!-- bench FILE ... -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[1]
+PAGES = ROOT / "README.md", ROOT / "tools" / "results" / "README.md"
 
 
 def steps_of(row: dict) -> str:
@@ -132,13 +134,15 @@ def flex_table(record: dict) -> str:
     heads, key_heads = one["heads"]
     sizes = {"documents": "documents of {document_mean:,} tokens on average, ",
              "window": "a window of {window:,}, "}  # fmt: skip
-    shown = {row["mask"] for row in rows}
-    masks = "".join(text.format(**one) for mask, text in sizes.items() if mask in shown)
+    steps = {row["mask"]: steps_of(row) for row in rows}
+    masks = "".join(text.format(**one) for mask, text in sizes.items() if mask in steps)
+    others = [f"{mask}: {text}" for mask, text in steps.items() if text != steps_of(one)]
     lines += [
         "",
         f"FlexAttention, {one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x "
         f"{record['card']}, {one['dtype']}, {heads} query and {key_heads} key/value heads of "
-        f"{one['head_dim']}, {masks}{steps_of(one)} per timed round; "
+        f"{one['head_dim']}, {masks}{steps_of(one)} per timed round"
+        f"{' (' + ', '.join(others) + ')' if others else ''}; "
         f"{'replayed as CUDA graphs; ' if one.get('cuda_graph') else ''}sent: by the rank that "
         f"sends most, forward. torch {record['torch']}, {record['date']}.",
     ]
@@ -178,17 +182,30 @@ def varlen_table(record: dict) -> str:
 TABLES = {"train": train_table, "host": host_table, "flex": flex_table, "varlen": varlen_table}
 
 
-def main() -> None:
-    def filled(match: re.Match) -> str:
-        record = json.loads((ROOT / "tools" / "results" / match[1]).read_text())
-        made = TABLES.get(record.get("kind"), table)(record)
-        return f"<!-- bench {match[1]} -->\n{made}\n<!-- end -->"
+def joined(records: list[dict]) -> dict:
+    """Rows of several files as one record, if all else is the same."""
+    first, *others = ({k: v for k, v in record.items() if k != "rows"} for record in records)
+    for other in others:
+        if other != first:
+            raise ValueError(f"one table of {first} and {other}")
+    return first | {"rows": [row for record in records for row in record["rows"]]}
 
-    for page in (ROOT / "README.md", ROOT / "tools" / "results" / "README.md"):
-        text = re.sub(
-            r"<!-- bench (\S+) -->.*?<!-- end -->", filled, page.read_text(), flags=re.DOTALL
-        )
-        page.write_text(text)
+
+def filled(text: str) -> str:
+    """A page with its tables made anew."""
+
+    def made(match: re.Match) -> str:
+        files = [ROOT / "tools" / "results" / name for name in match[1].split()]
+        record = joined([json.loads(file.read_text()) for file in files])
+        lines = TABLES.get(record.get("kind"), table)(record)
+        return f"<!-- bench {match[1]} -->\n{lines}\n<!-- end -->"
+
+    return re.sub(r"<!-- bench (\S+(?: \S+)*) -->.*?<!-- end -->", made, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -181,6 +181,8 @@ def planned(problem: Problem, inputs, mode: str) -> dict:
     if mode != "fwd":  # what is faster may depend on whether there is a backward
         inputs = [x.detach().requires_grad_() for x in inputs]
     plan = cp_dispatch.explain(*inputs, is_causal=problem.args.causal, enable_gqa=gqa)
+    if plan.handler != "cp_dispatch":  # the call itself says why
+        return {}
     found = {"schedule": plan.op_schedule}
     for name, forward, backward in plan.predictions or ():
         if name == plan.op_schedule:

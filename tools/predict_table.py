@@ -1,10 +1,10 @@
-"""The README's table of predicted times on many ranks, from the constants of one kind of GPU.
+"""The table of predicted times on many ranks, from the constants of one kind of GPU.
 
     python tools/predict_table.py nvidia-h200
 
-It stands between ``<!-- predicted -->`` and ``<!-- end of predicted -->``. Nothing in it is
-measured but the constants: nodes of 8 GPUs are as the measured host, and the links between nodes
-are the assumed ones below.
+It stands in ``cp_dispatch/docs/schedules.md``, between ``<!-- predicted -->`` and
+``<!-- end of predicted -->``. Nothing in it is measured but the constants: nodes of 8 GPUs are as
+the measured host, and the links between nodes are the assumed ones below.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dry", action="store_true", help="print it, do not write the README")
+    parser.add_argument("--dry", action="store_true", help="print it, do not write the page")
     args = parser.parse_args()
     path = pathlib.Path(args.kind)
     constants = Constants.from_json(path.read_text()) if path.is_file() else constants_of(args.kind)
@@ -112,10 +112,10 @@ def main() -> None:
     print(text)
     if args.dry:
         return
-    readme = ROOT / "README.md"
+    page = ROOT / "cp_dispatch" / "docs" / "schedules.md"
     filled = f"<!-- predicted -->\n{text}\n<!-- end of predicted -->"
     old = r"<!-- predicted -->.*?<!-- end of predicted -->"
-    readme.write_text(re.sub(old, lambda _: filled, readme.read_text(), flags=re.DOTALL))
+    page.write_text(re.sub(old, lambda _: filled, page.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

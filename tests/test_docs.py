@@ -1,0 +1,64 @@
+"""Pages of documentation: their links, and tables that are made from kept results."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from tests.test_bench_tools import load
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for folder in (".", "cp_dispatch", "cp_dispatch/docs", "csrc", "tools/results")
+    for page in (ROOT / folder).glob("*.md")
+)
+
+
+def prose(page: pathlib.Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found[name] = found.get(name, -1) + 1
+        if found[name]:
+            found[f"{name}-{found[name]}"] = 0
+    return set(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_linked_from_the_readme():
+    text = (ROOT / "README.md").read_text()
+    docs = [str(p.relative_to(ROOT)) for p in PAGES if p.parent.name == "docs"]
+    assert len(docs) > 5
+    assert [name for name in docs if f"({name}" not in text] == []
+
+
+def test_tables_are_those_of_the_kept_results():
+    bench = load("bench_table")
+    for page in bench.PAGES:
+        assert bench.filled(page.read_text()) == page.read_text(), "run tools/bench_table.py"
+
+
+def test_a_table_is_of_one_machine_and_day():
+    bench = load("bench_table")
+    one, other = ({"card": card, "rows": [card]} for card in ("a", "b"))
+    assert bench.joined([one, one])["rows"] == ["a", "a"]
+    with pytest.raises(ValueError, match="one table"):
+        bench.joined([one, other])
