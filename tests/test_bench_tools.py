@@ -53,7 +53,12 @@ def test_curves():
     others = [row(kept=0.5, heads=[8, 8]), row(kept=0.5, heads=[8, 8], ranks=8)]
     assert len(plot.curves(ROWS + others, "ranks")) == 2
     with pytest.raises(SystemExit, match="nothing to plot"):
-        plot.draw(ROWS[:1], pathlib.Path("unused.png"))
+        plot.draw(ROWS[4:5], pathlib.Path("unused.png"))
+
+
+def test_one_length_is_drawn_as_points(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert load("bench_plot").draw(ROWS[2:5], tmp_path / "points.png") == 1
 
 
 def test_results_are_kept(tmp_path, monkeypatch):

@@ -3,7 +3,8 @@
     python tools/bench_plot.py tools/results/2026-11-28-4xh100-causal-*.json -o kept.png
 
 Results of several files go in one picture, a curve for each implementation; one axis is drawn where
-there is more than one value along it. A point whose run failed (out of memory) is a cross at 0.
+there is more than one value along it, and points where there is one along both. A point whose run
+failed (out of memory) is a cross at 0.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ AXES = {"tokens_per_rank": "tokens per GPU", "ranks": "ranks"}
 SHAPE = ("backend", "heads", "head_dim", "batch", "causal", "dtype")
 
 
-def curves(rows: Sequence[dict], axis: str) -> dict[tuple, dict[str, list[tuple[int, float]]]]:
-    """``{panel: {implementation: [(x, share kept)]}}`` with at least two points in some curve. A
-    panel is a mode, a shape, and the value along the other axis."""
+def curves(
+    rows: Sequence[dict], axis: str, least: int = 2
+) -> dict[tuple, dict[str, list[tuple[int, float]]]]:
+    """``{panel: {implementation: [(x, share kept)]}}``, curves of at least so many points. A panel
+    is a mode, a shape, and the value along the other axis."""
     (other,) = set(AXES) - {axis}
     panels: dict[tuple, dict[str, dict[int, float]]] = {}
     for row in rows:
@@ -32,9 +35,9 @@ def curves(rows: Sequence[dict], axis: str) -> dict[tuple, dict[str, list[tuple[
         panel = panels.setdefault((row["mode"], row[other], *shape), {})
         panel.setdefault(row["implementation"], {})[row[axis]] = 0.0 if failed else row["kept"]
     return {
-        key: {name: sorted(points.items()) for name, points in panel.items() if len(points) > 1}
+        key: {name: sorted(curve.items()) for name, curve in panel.items() if len(curve) >= least}
         for key, panel in panels.items()
-        if any(len(points) > 1 for points in panel.values())
+        if any(len(curve) >= least for curve in panel.values())
     }
 
 
@@ -54,8 +57,11 @@ def draw(rows: Sequence[dict], path: pathlib.Path, caption: str = "") -> int:
         SystemExit: there is nothing to draw, or no matplotlib.
     """
     found = [(axis, key, panel) for axis in AXES for key, panel in curves(rows, axis).items()]
+    if not found:  # a run of one length
+        axis = "tokens_per_rank"
+        found = [(axis, key, panel) for key, panel in curves(rows, axis, 1).items()]
     if not found:
-        raise SystemExit("nothing to plot: no implementation has two points along tokens or ranks")
+        raise SystemExit("nothing to plot: no row has a share that was kept")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
