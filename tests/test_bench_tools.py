@@ -80,8 +80,26 @@ def test_a_refused_call_has_no_schedule(monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
     ways, query = load("bench_ways"), torch.ones(1, 2, 4, 8)
     monkeypatch.setattr(ways.cp_dispatch, "explain", lambda *args, **kwargs: Plan("refused"))
-    problem = argparse.Namespace(args=argparse.Namespace(causal=True))
+    problem = argparse.Namespace(args=argparse.Namespace(causal=True), mask=None)
     assert ways.planned(problem, [query] * 3, "fwd") == {}
+
+
+def test_documents_are_a_mask(monkeypatch):
+    """Every row sees the keys of its document up to its own, and these are what is counted."""
+    monkeypatch.syspath_prepend(TOOLS)
+    args = argparse.Namespace(
+        batch=2, head_dim=8, causal=False, documents=6, dtype="bfloat16"
+    )  # fmt: skip
+    mesh = argparse.Namespace(size=lambda: 2, device_type="cpu")
+    problem = load("bench_ways").Problem(args, 16, (4, 2), mesh)
+    lengths, start = problem.documents, 0
+    assert sum(lengths) == 32 and len(lengths) > 2
+    want = torch.zeros(32, 32, dtype=torch.bool)
+    for length in lengths:
+        want[start : start + length, start : start + length] = True
+        start += length
+    assert torch.equal(problem.mask, want.tril())
+    assert problem.flops(False) == 4 * 2 * 4 * 8 * sum(n * n for n in lengths) / 2
 
 
 def test_failures_are_rows():

@@ -40,7 +40,10 @@ from torch.nn.attention import sdpa_kernel
 
 from cp_dispatch.schedules import mailboxes
 
-FLOP_FORMULA = "4 * B * H * S * S * D forward, 2.5 times that backward; halved for causal"
+FLOP_FORMULA = (
+    "4 * B * H * S * S * D forward, 2.5 times that backward; halved for causal, and summed over "
+    "documents"
+)
 
 
 def parse() -> argparse.Namespace:
@@ -50,7 +53,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs=2, action="append", metavar=("H", "HKV"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--causal", action="store_true")
+    masks = parser.add_mutually_exclusive_group()
+    masks.add_argument("--causal", action="store_true")
+    masks.add_argument(
+        "--documents", type=int, default=0, metavar="MEAN",
+        help="a boolean (S, S) mask, causal in documents of so many tokens on average",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1, help="back to back in a timed round")
@@ -86,6 +94,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
         "head_dim": args.head_dim,
         "batch": args.batch,
         "causal": args.causal,
+        "documents": args.documents,
         "dtype": args.dtype,
         "steps": args.steps,
         "cuda_graph": args.cuda_graph,
@@ -119,7 +128,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
                 gc.collect()
                 torch.cuda.empty_cache()
                 mailboxes.free()  # the next one's memory is its own
-    if cuda and KERNELS_ALONE not in args.skip:
+    if cuda and not args.documents and KERNELS_ALONE not in args.skip:
         name = {"implementation": KERNELS_ALONE}
         try:
             alone_steps = kernels_alone(problem, backend)

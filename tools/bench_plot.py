@@ -17,7 +17,7 @@ from collections.abc import Sequence
 MODES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 AXES = {"tokens_per_rank": "tokens per GPU", "ranks": "ranks"}
 # What two rows of one curve must share.
-SHAPE = ("backend", "heads", "head_dim", "batch", "causal", "dtype")
+SHAPE = ("backend", "heads", "head_dim", "batch", "causal", "documents", "dtype")
 
 
 def curves(
@@ -31,7 +31,7 @@ def curves(
         failed = "error" in row and "kept" not in row
         if not failed and "kept" not in row:
             continue
-        shape = tuple(tuple(x) if isinstance(x := row[name], list) else x for name in SHAPE)
+        shape = tuple(tuple(x) if isinstance(x := row.get(name, 0), list) else x for name in SHAPE)
         panel = panels.setdefault((row["mode"], row[other], *shape), {})
         panel.setdefault(row["implementation"], {})[row[axis]] = 0.0 if failed else row["kept"]
     return {
@@ -43,9 +43,9 @@ def curves(
 
 def title(axis: str, panel: tuple) -> str:
     (other,) = set(AXES) - {axis}
-    mode, value, backend, heads, dim, batch, causal, dtype = panel
+    mode, value, backend, heads, dim, batch, causal, documents, dtype = panel
     heads = "/".join(map(str, heads))
-    mask = "causal" if causal else "full"
+    mask = "causal" if causal else f"documents of {documents:,}" if documents else "full"
     words = f"{backend}, {MODES[mode]}, {mask}, {value:,} {AXES[other]}"
     return f"{words}\n{batch} x {heads} heads of {dim}, {dtype}"
 

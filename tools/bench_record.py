@@ -35,7 +35,8 @@ def show(row: dict) -> str:
 
 COLUMNS = (
     "implementation", "mode", "backend", "tokens_per_rank", "ranks", "heads", "head_dim", "batch",
-    "causal", "dtype", "steps", "cuda_graph", "schedule", "seconds", "predicted", "host_seconds",
+    "causal", "documents", "dtype", "steps", "cuda_graph", "schedule", "seconds", "predicted",
+    "host_seconds",
     "extra_mib", "kept", "tflops_per_rank", "error", "card", "torch", "cuda", "date",
 )  # fmt: skip
 

@@ -49,12 +49,18 @@ def table(record: dict) -> str:
     lines += [
         "",
         f"{one['tokens_per_rank']:,} tokens per GPU on {one['ranks']} x {record['card']}, "
-        f"{'causal' if one['causal'] else 'not causal'}, {one['dtype']}, {heads} query and "
+        f"{_mask_of(one)}, {one['dtype']}, {heads} query and "
         f"{key_heads} key/value heads of {one['head_dim']}, {steps_of(one)} per timed round, "
         f"{'replayed as CUDA graphs, ' if one.get('cuda_graph') else ''}"
         f"torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
+
+
+def _mask_of(row: dict) -> str:
+    if row.get("documents"):
+        return f"documents of {row['documents']:,} tokens on average by a boolean mask"
+    return "causal" if row["causal"] else "not causal"
 
 
 def train_table(record: dict) -> str:

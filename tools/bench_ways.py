@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Shard
+from bench_problems import document_lengths
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend
 
 import cp_dispatch
@@ -32,6 +34,22 @@ class Problem:
                                    if mesh.device_type == "cuda" else 0)  # fmt: skip
         self.dtype = getattr(torch, args.dtype)
 
+    @functools.cached_property
+    def documents(self) -> list[int]:
+        """Their lengths; none where there is no mask of documents."""
+        if not self.args.documents:
+            return []
+        return document_lengths(self.tokens * self.world_size, self.args.documents)
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor | None:
+        """Which keys a row sees, causal within its document, ``(S, S)``."""
+        if not self.documents:
+            return None
+        lengths = torch.tensor(self.documents, device=self.device)
+        ids = torch.repeat_interleave(torch.arange(len(lengths), device=self.device), lengths)
+        return (ids[:, None] == ids).tril_()
+
     def tensors(self, length: int) -> list[torch.Tensor]:
         """query, key, value, grad_output ``(B, H, length, D)``, token-major in memory."""
         heads, key_heads = self.heads
@@ -44,13 +62,21 @@ class Problem:
     def call(self, query, key, value):
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=self.args.causal, enable_gqa=gqa
+            query, key, value, self.mask, is_causal=self.args.causal, enable_gqa=gqa
         )
 
+    def call_stock(self, query, key, value):
+        """As :meth:`call`, with a mask as DTensor takes it without us."""
+        mask = DTensor.from_local(self.mask, self.mesh, [Replicate()], run_check=False)
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa)
+
     def flops(self, backward: bool) -> float:
-        length = self.tokens * self.world_size
-        forward = 4 * self.args.batch * self.heads[0] * length**2 * self.args.head_dim
-        return forward * (3.5 if backward else 1) * (0.5 if self.args.causal else 1)
+        pairs = (self.tokens * self.world_size) ** 2 * (0.5 if self.args.causal else 1)
+        if self.documents:
+            pairs = sum(n * n / 2 for n in self.documents)
+        forward = 4 * self.args.batch * self.heads[0] * pairs * self.args.head_dim
+        return forward * (3.5 if backward else 1)
 
 
 # Each implementation: problem -> (inputs, grad_output, call). Entered as a context.
@@ -70,7 +96,8 @@ def _sharded(problem: Problem):
 
 @contextlib.contextmanager
 def stock(problem: Problem):
-    yield _sharded(problem)
+    *parts, call = _sharded(problem)
+    yield *parts, problem.call_stock if problem.documents else call
 
 
 @contextlib.contextmanager
@@ -89,7 +116,8 @@ def torch_cp(problem: Problem, rotate_method: str):
     torch_cp.set_rotate_method(rotate_method)
     torch_cp._enable_context_parallel_dispatcher()
     try:
-        yield _sharded(problem)
+        with stock(problem) as parts:
+            yield parts
     finally:
         torch_cp._disable_context_parallel_dispatcher()
 
@@ -180,7 +208,7 @@ def planned(problem: Problem, inputs, mode: str) -> dict:
     gqa = inputs[0].shape[1] != inputs[1].shape[1]
     if mode != "fwd":  # what is faster may depend on whether there is a backward
         inputs = [x.detach().requires_grad_() for x in inputs]
-    plan = cp_dispatch.explain(*inputs, is_causal=problem.args.causal, enable_gqa=gqa)
+    plan = cp_dispatch.explain(*inputs, problem.mask, is_causal=problem.args.causal, enable_gqa=gqa)
     if plan.handler != "cp_dispatch":  # the call itself says why
         return {}
     found = {"schedule": plan.op_schedule}
