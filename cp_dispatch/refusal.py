@@ -57,6 +57,8 @@ def unsharded_refusals(call: Call) -> list[str]:
 def ring_refusals(call: Call) -> list[str]:
     """Calls with the sequence of some argument sharded."""
     reasons = [*_feature_refusals(call), *_shape_refusals(call)]
+    if _other_dims(call):
+        return reasons  # placements would be those of other dims
     kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
     if len(set(kinds.values())) > 1:
         reasons.append(
@@ -132,9 +134,14 @@ def _mask_refusals(call: Call) -> list[str]:
     return reasons
 
 
+def _other_dims(call: Call) -> bool:
+    """Whether some argument could not be brought to four dims."""
+    return any(x.ndim != 4 for x in call.tensors.values())
+
+
 def _shape_refusals(call: Call) -> list[str]:
     query, key, value = call.query, call.key, call.value
-    if any(x.ndim != 4 for x in call.tensors.values()):
+    if _other_dims(call):
         return [
             f"{name} must have shape [B, H, S, D] like the others, or batch dims that DTensor can "
             f"flatten into one, got {list(x.shape)} placed {x.placements}"
@@ -173,9 +180,11 @@ def _placement_refusals(call: Call) -> list[str]:
     """Placements that the rule in :mod:`cp_dispatch.sharding` would have to move data for."""
     reasons = []
     query, mesh = call.query, call.query.device_mesh
+    if _other_dims(call):
+        return reasons
     if call.key.device_mesh != mesh or call.value.device_mesh != mesh:
         return reasons
-    grouped = query.ndim == 4 and query.shape[1] != call.key.shape[1]
+    grouped = query.shape[1] != call.key.shape[1]
     for dim, wanted in enumerate(query.placements):
         name_of_dim = label(query, dim)
         if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
