@@ -19,11 +19,13 @@ def four_dims(call: Call) -> Call:
     ``(S, D)``, without heads; more than four have several batch dims. A call that does not fit
     comes back as it is, and is refused for its shapes.
     """
+    if not all(isinstance(x, torch.Tensor) for x in call.tensors.values()):
+        return call  # explain() is given what torch would not let through
     ndim = call.query.ndim
     if call.key.ndim != ndim or call.value.ndim != ndim or ndim < 2:
         return call
     mask = call.attn_mask
-    if mask is not None and not isinstance(mask, torch.Tensor):
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.layout is torch.strided):
         return call
     if ndim == 4 and (mask is None or mask.ndim == 4):
         return call
@@ -120,6 +122,8 @@ def autocast(tensor):
     if not tensor.is_floating_point():
         return tensor
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensor
+    if tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))

@@ -92,6 +92,8 @@ def _mask_refusals(call: Call) -> list[str]:
         reasons.append("attn_mask and is_causal are both given; put the causal part in the mask")
     if not isinstance(mask, torch.Tensor):
         return [*reasons, f"attn_mask is a {type(mask).__name__}; pass a tensor"]
+    if mask.layout is not torch.strided:
+        return [*reasons, f"attn_mask is {mask.layout}; pass a dense tensor"]
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         reasons.append(
             f"attn_mask is {mask.dtype}; as on one device it must be bool, float32 or the query's "

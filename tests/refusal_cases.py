@@ -75,6 +75,10 @@ ONE_DIM = {
         [("attn_mask [1, 1, 16, 64] does not broadcast to the scores [2, 8, 64, 64]",
           "a plain mask is that of the whole sequence")],
     ),
+    "sparse mask": (
+        lambda m: arguments(m, attn_mask=torch.ones(64, 64).to_sparse()),
+        [("attn_mask is torch.sparse_coo", "pass a dense tensor")],
+    ),
     "mask without dims": (
         lambda m: arguments(m, attn_mask=torch.ones(())),
         [("attn_mask [] does not broadcast to the scores [2, 8, 64, 64]", "dim by dim")],

@@ -152,6 +152,15 @@ def test_a_mask_that_is_no_tensor_is_refused_in_any_rank():
             assert plan.handler == "refused" and "attn_mask is a list" in str(plan)
 
 
+def test_what_torch_lets_through_to_explain_alone():
+    """No tensors, and shards that hold no data, of a model that is planned before it is made."""
+    with fake_ranks(4) as mesh, enabled():
+        query = outline(mesh, (2, 4, 64, 16))
+        assert "key is a NoneType beside DTensors" in str(explain(query, None, query))
+        empty = DTensor.from_local(torch.empty(2, 4, 16, 16, device="meta"), mesh, [Shard(2)])
+        assert explain(empty, empty, empty).schedule == "ring"
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_batch_dim_that_does_not_survive_is_refused_in_every_mode(mode):
     """In inference mode DTensor's own flatten would gather it."""
