@@ -224,11 +224,11 @@ def grouped_heads_refusals(call, ranks: int) -> list[str]:
 
 def order_refusals(mesh, dims: tuple[int, ...]) -> list[str]:
     """A ring over these mesh dims whose order would not be that of the shards."""
-    if not dims or ascends(mesh, dims):
+    ranks = _first_not_ascending(mesh, dims) if dims else None
+    if ranks is None:
         return []
     return [
-        f"the ranks that share the sequence do not ascend in {mesh}; use a mesh with ascending "
-        "ranks"
+        f"the ranks that share the sequence do not ascend, {ranks}; use a mesh with ascending ranks"
     ]
 
 
@@ -240,11 +240,17 @@ def label(tensor: DTensor, dim: int) -> str:
 
 def ascends(mesh, dims: tuple[int, ...]) -> bool:
     """Whether the ranks that differ in these mesh dims alone ascend."""
+    return _first_not_ascending(mesh, dims) is None
+
+
+def _first_not_ascending(mesh, dims: tuple[int, ...]) -> list[int] | None:
+    """Ranks that differ in these mesh dims alone and do not ascend, if any."""
     # A process group keeps its ranks sorted, and the ring's order must be the shards'.
     with disable_current_modes():
         rings = mesh.mesh.movedim(dims, tuple(range(-len(dims), 0)))
         rings = rings.reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims))
-        return bool((rings.diff(dim=1) > 0).all())
+        others = rings[(rings.diff(dim=1) <= 0).any(dim=1)]
+        return others[0].tolist() if len(others) else None
 
 
 def _is_known(placement) -> bool:
