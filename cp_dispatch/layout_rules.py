@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch.call import Call
@@ -142,5 +143,6 @@ def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
 def _order_matters(call: Call, name: str) -> bool:
     if call.is_causal:
         return True
-    dim = 2 if name == "query" else 3
-    return call.attn_mask is not None and call.attn_mask.shape[dim] > 1
+    mask, dim = call.attn_mask, 2 if name == "query" else 3
+    # One that could not be brought to four dims is refused by itself.
+    return isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[dim] > 1

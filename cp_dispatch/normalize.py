@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from cp_dispatch.call import Call
@@ -14,14 +15,17 @@ from cp_dispatch.call import Call
 def four_dims(call: Call) -> Call:
     """The same call with ``(B, H, S, D)`` tensors and a mask of four dims.
 
-    Three dims are ``(B, S, D)`` and two ``(S, D)``, without heads; more than four have several
-    batch dims. A call that does not fit comes back as it is, and is refused for its shapes.
+    Three dims are ``(B, S, D)``, or ``(H, S, D)`` where query has more of them than key, and two
+    ``(S, D)``, without heads; more than four have several batch dims. A call that does not fit
+    comes back as it is, and is refused for its shapes.
     """
+    if not all(isinstance(x, torch.Tensor) for x in call.tensors.values()):
+        return call  # explain() is given what torch would not let through
     ndim = call.query.ndim
     if call.key.ndim != ndim or call.value.ndim != ndim or ndim < 2:
         return call
     mask = call.attn_mask
-    if mask is not None and not isinstance(mask, torch.Tensor):
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.layout is torch.strided):
         return call
     if ndim == 4 and (mask is None or mask.ndim == 4):
         return call
@@ -32,9 +36,11 @@ def four_dims(call: Call) -> Call:
     if ndim == 4:
         return dataclasses.replace(call, attn_mask=mask)
     try:
-        query, key, value = (_four(x) for x in (call.query, call.key, call.value))
+        query, key, value = (_four(x, _heads_first(call)) for x in call.tensors.values())
     except RuntimeError:
         # A DTensor sharded on a batch dim that does not survive the flattening.
+        return call
+    if any(_has_strided_shards(x) for x in (query, key, value)):
         return call
     return dataclasses.replace(call, query=query, key=key, value=value, attn_mask=mask)
 
@@ -44,18 +50,30 @@ def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     if query.ndim == 4:
         return output
     if query.ndim == 3:
-        return output.squeeze(1)
+        return output.squeeze(1 if output.shape[1] == 1 else 0)
     if query.ndim == 2:
         return output.squeeze(0).squeeze(0)
     return output.view(*query.shape[:-3], *output.shape[1:])
 
 
-def _four(tensor: torch.Tensor) -> torch.Tensor:
+def _heads_first(call: Call) -> bool:
+    """Whether the first of three dims is heads, which may be grouped, and not a batch."""
+    return call.query.ndim == 3 and call.query.shape[0] != call.key.shape[0]
+
+
+def _four(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
     if tensor.ndim == 2:
         return tensor.unsqueeze(0).unsqueeze(0)
     if tensor.ndim == 3:
-        return tensor.unsqueeze(1)
+        return tensor.unsqueeze(0 if heads_first else 1)
     return _one_batch_dim(tensor)
+
+
+def _has_strided_shards(tensor: torch.Tensor) -> bool:
+    """What torch may make of a dim that it flattens with others; the user has given none."""
+    return isinstance(tensor, DTensor) and any(
+        hasattr(p, "dim") and type(p) is not Shard for p in tensor.placements
+    )
 
 
 def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +89,7 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
     if not 1 <= mask.ndim <= max(query.ndim, 2):
         return None
     if query.ndim == 3 and mask.ndim == 3:
-        return mask.unsqueeze(1)
+        return mask.unsqueeze(0 if _heads_first(call) else 1)
     if query.ndim > 4 and mask.ndim >= 4 and set(mask.shape[:-3]) != {1}:
         try:
             return _one_batch_dim(mask.expand(*query.shape[:-3], *mask.shape[-3:]))
@@ -104,6 +122,8 @@ def autocast(tensor):
     if not tensor.is_floating_point():
         return tensor
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensor
+    if tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))

@@ -57,6 +57,8 @@ def unsharded_refusals(call: Call) -> list[str]:
 def ring_refusals(call: Call) -> list[str]:
     """Calls with the sequence of some argument sharded."""
     reasons = [*_feature_refusals(call), *_shape_refusals(call)]
+    if _other_dims(call):
+        return reasons  # placements would be those of other dims
     kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
     if len(set(kinds.values())) > 1:
         reasons.append(
@@ -90,6 +92,8 @@ def _mask_refusals(call: Call) -> list[str]:
         reasons.append("attn_mask and is_causal are both given; put the causal part in the mask")
     if not isinstance(mask, torch.Tensor):
         return [*reasons, f"attn_mask is a {type(mask).__name__}; pass a tensor"]
+    if mask.layout is not torch.strided:
+        return [*reasons, f"attn_mask is {mask.layout}; pass a dense tensor"]
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         reasons.append(
             f"attn_mask is {mask.dtype}; as on one device it must be bool, float32 or the query's "
@@ -132,9 +136,14 @@ def _mask_refusals(call: Call) -> list[str]:
     return reasons
 
 
+def _other_dims(call: Call) -> bool:
+    """Whether some argument could not be brought to four dims."""
+    return any(x.ndim != 4 for x in call.tensors.values())
+
+
 def _shape_refusals(call: Call) -> list[str]:
     query, key, value = call.query, call.key, call.value
-    if any(x.ndim != 4 for x in call.tensors.values()):
+    if _other_dims(call):
         return [
             f"{name} must have shape [B, H, S, D] like the others, or batch dims that DTensor can "
             f"flatten into one, got {list(x.shape)} placed {x.placements}"
@@ -173,9 +182,11 @@ def _placement_refusals(call: Call) -> list[str]:
     """Placements that the rule in :mod:`cp_dispatch.sharding` would have to move data for."""
     reasons = []
     query, mesh = call.query, call.query.device_mesh
+    if _other_dims(call):
+        return reasons
     if call.key.device_mesh != mesh or call.value.device_mesh != mesh:
         return reasons
-    grouped = query.ndim == 4 and query.shape[1] != call.key.shape[1]
+    grouped = query.shape[1] != call.key.shape[1]
     for dim, wanted in enumerate(query.placements):
         name_of_dim = label(query, dim)
         if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
@@ -213,11 +224,11 @@ def grouped_heads_refusals(call, ranks: int) -> list[str]:
 
 def order_refusals(mesh, dims: tuple[int, ...]) -> list[str]:
     """A ring over these mesh dims whose order would not be that of the shards."""
-    if not dims or ascends(mesh, dims):
+    ranks = _first_not_ascending(mesh, dims) if dims else None
+    if ranks is None:
         return []
     return [
-        f"the ranks that share the sequence do not ascend in {mesh}; use a mesh with ascending "
-        "ranks"
+        f"the ranks that share the sequence do not ascend, {ranks}; use a mesh with ascending ranks"
     ]
 
 
@@ -229,11 +240,17 @@ def label(tensor: DTensor, dim: int) -> str:
 
 def ascends(mesh, dims: tuple[int, ...]) -> bool:
     """Whether the ranks that differ in these mesh dims alone ascend."""
+    return _first_not_ascending(mesh, dims) is None
+
+
+def _first_not_ascending(mesh, dims: tuple[int, ...]) -> list[int] | None:
+    """Ranks that differ in these mesh dims alone and do not ascend, if any."""
     # A process group keeps its ranks sorted, and the ring's order must be the shards'.
     with disable_current_modes():
         rings = mesh.mesh.movedim(dims, tuple(range(-len(dims), 0)))
         rings = rings.reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims))
-        return bool((rings.diff(dim=1) > 0).all())
+        others = rings[(rings.diff(dim=1) <= 0).any(dim=1)]
+        return others[0].tolist() if len(others) else None
 
 
 def _is_known(placement) -> bool:

@@ -75,6 +75,10 @@ ONE_DIM = {
         [("attn_mask [1, 1, 16, 64] does not broadcast to the scores [2, 8, 64, 64]",
           "a plain mask is that of the whole sequence")],
     ),
+    "sparse mask": (
+        lambda m: arguments(m, attn_mask=torch.ones(64, 64).to_sparse()),
+        [("attn_mask is torch.sparse_coo", "pass a dense tensor")],
+    ),
     "mask without dims": (
         lambda m: arguments(m, attn_mask=torch.ones(())),
         [("attn_mask [] does not broadcast to the scores [2, 8, 64, 64]", "dim by dim")],
@@ -183,7 +187,7 @@ TWO_DIMS = {
     "descending ranks": (
         lambda m: arguments(DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "cp")),
                             placements=(R, Shard(2))),
-        [("the ranks that share the sequence do not ascend", "mesh with ascending ranks")],
+        [("the ranks that share the sequence do not ascend, [1, 0]", "mesh with ascending ranks")],
     ),
     "mask over descending ranks": (
         mask_over_descending_ranks,
@@ -192,7 +196,8 @@ TWO_DIMS = {
     "columns of several mesh dims": (
         lambda m: arguments(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),
                             placements=(Shard(2), Shard(2))),
-        [("the ranks that share the sequence do not ascend", "mesh with ascending ranks")],
+        [("the ranks that share the sequence do not ascend, [0, 2, 1, 3]",
+          "mesh with ascending ranks")],
     ),
     "heads over two dims": (
         lambda m: arguments(m, query=(2, 6, 64, 16), placements=(Shard(1), Shard(1))),

@@ -152,6 +152,15 @@ def test_a_mask_that_is_no_tensor_is_refused_in_any_rank():
             assert plan.handler == "refused" and "attn_mask is a list" in str(plan)
 
 
+def test_what_torch_lets_through_to_explain_alone():
+    """No tensors, and shards that hold no data, of a model that is planned before it is made."""
+    with fake_ranks(4) as mesh, enabled():
+        query = outline(mesh, (2, 4, 64, 16))
+        assert "key is a NoneType beside DTensors" in str(explain(query, None, query))
+        empty = DTensor.from_local(torch.empty(2, 4, 16, 16, device="meta"), mesh, [Shard(2)])
+        assert explain(empty, empty, empty).schedule == "ring"
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_batch_dim_that_does_not_survive_is_refused_in_every_mode(mode):
     """In inference mode DTensor's own flatten would gather it."""
@@ -159,6 +168,39 @@ def test_a_batch_dim_that_does_not_survive_is_refused_in_every_mode(mode):
         tensors = [outline(mesh, (2, 4, 8, 64, 16), (Shard(1),))] * 3
         with pytest.raises(ContextParallelError, match="that DTensor can flatten"):
             F.scaled_dot_product_attention(*tensors)
+
+
+@pytest.mark.parametrize("placed", [Shard(1), Shard(3)])
+def test_reasons_know_what_was_given(placed):
+    """Not what torch 2.13 flattens it to, _StridedShard, nor another sequence's dim."""
+    with fake_ranks(2) as mesh, enabled():
+        odd = outline(mesh, (4, 4, 2, 64, 16), (Shard(1),))
+        plan = explain(odd, *[outline(mesh, (4, 4, 2, 64, 16), (placed,))] * 2)
+    assert plan.handler == "refused" and len(plan.reasons) == 3
+    assert all("that DTensor can flatten" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("mask_leading", [None, (), (4,), (1,)])
+@pytest.mark.parametrize("key_heads", [2, 1])
+def test_three_dims_whose_first_differ_are_grouped_heads(mesh, key_heads, mask_leading):
+    query = torch.randn(4, ROWS, DIM).double().requires_grad_()
+    key, value = (torch.randn(key_heads, KEYS, DIM).double().requires_grad_() for _ in range(2))
+    mask = None if mask_leading is None else torch.randn(*mask_leading, ROWS, KEYS).double()
+    plain = query, key, value
+
+    def attend(*tensors):
+        return F.scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
+
+    expected = attend(*plain)
+    tensors = [on_mesh(mesh, x.detach()).requires_grad_() for x in plain]
+    with enabled():
+        out = attend(*tensors)
+    assert out.placements == tensors[0].placements
+    torch.testing.assert_close(out.to_local(), expected)
+    grads = torch.autograd.grad(out, tensors, on_mesh(mesh, torch.ones_like(expected)))
+    wanted = torch.autograd.grad(expected, plain, torch.ones_like(expected))
+    for mine, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine.to_local(), theirs)
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])

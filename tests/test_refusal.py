@@ -79,6 +79,12 @@ def test_whole_keys_of_another_length_than_the_layout_have_an_order():
         assert explain(query, key, key, mask[:1]).handler == "refused"
 
 
+def test_a_mask_without_dims_beside_a_layout():
+    with fake_ranks(4) as mesh, enabled(layout=HeadTail(64, 4)):
+        plan = explain(**arguments(mesh, placements=(R,), attn_mask=torch.ones(())))
+    assert plan.handler == "refused" and "does not broadcast" in str(plan)
+
+
 def test_the_call_that_the_cases_change_is_fine():
     for shape, names, placements in (
         ((4,), ("cp",), SEQUENCE),
