@@ -178,7 +178,7 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
     given = doc_lengths.tolist() if hasattr(doc_lengths, "tolist") else doc_lengths
     if not isinstance(given, Iterable):
         raise ContextParallelError(f"doc_lengths must be a sequence of ints, got {given!r}")
-    given = list(given)
+    given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
     if given[:1] == [0]:
         raise ContextParallelError(
             f"doc_lengths must be lengths of at least 1, got {given!r}; of cumulative ones give "
@@ -186,7 +186,7 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
         )
     if not given or any(isinstance(x, (list, tuple)) and not x for x in given):
         raise ContextParallelError(f"doc_lengths must hold at least one document, got {given!r}")
-    nested = [isinstance(x, Sequence) or getattr(x, "ndim", 0) > 0 for x in given]
+    nested = [isinstance(x, Sequence) for x in given]
     if any(nested) and not all(nested):
         raise ContextParallelError(
             f"doc_lengths must be ints, or one sequence of ints per batch row, got {given!r}"

@@ -400,6 +400,10 @@ def test_numbers_of_any_kind():
         == BlockBalanced([numbers, numbers], 2)
     )
     assert PerDocumentHeadTail(torch.tensor([[3, 5], [3, 5]]), 2) == PerDocumentHeadTail((3, 5), 2)
+    rows = [torch.tensor([3, 5]), torch.tensor([4, 2, 2])]  # as cu_seq.diff() gives them
+    assert PerDocumentHeadTail(rows, 2) == PerDocumentHeadTail([[3, 5], [4, 2, 2]], 2)
+    with pytest.raises(ContextParallelError, match="at least one document"):
+        PerDocumentHeadTail([torch.tensor([])], 2)
     assert HeadTail(torch.tensor(8), 2) == HeadTail(8, 2)
     assert repr(BlockBalanced(numbers, 2)).startswith(
         "BlockBalanced(4 blocks of 128, world_size=2,"
