@@ -401,6 +401,10 @@ def test_style_refusals():
         whole = [distribute(x, mesh, [Replicate()]) for x in sequences(16)]
         with pytest.raises(ContextParallelError, match="an input of shape"):
             module(*whole)
+        for x, placed in ((torch.zeros(()), Replicate()), (torch.zeros(2, 3), Shard(0))):
+            extra = DTensor.from_local(x, mesh, [placed])  # has no dim 2
+            with pytest.raises(ContextParallelError, match="an input of shape"):
+                module(*own, attn_mask=extra)
         wrong = parallelize_module(Attention(), mesh, ContextParallel(seq_dim=1))
         with pytest.raises(ContextParallelError, match="seq_dim must be the dim"):
             wrong(*own)
