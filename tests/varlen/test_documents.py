@@ -7,9 +7,11 @@ from itertools import accumulate
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
+from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
@@ -134,3 +136,37 @@ def test_explain():
     assert blocks.text not in laid_out, "the work of every block"
     assert wrong.handler == refused.handler == "refused"
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
+
+
+def test_explain_refuses_shapes_and_arguments():
+    """In words, and none for one of its own."""
+    cu_seq = torch.tensor([0, 20, 48], dtype=torch.int32)
+    shape, float16 = (48, 4, 8), torch.float16
+    cases = [
+        ("must have one shape, got [48, 4, 8] and [48, 4, 4]", (shape, shape, (48, 4, 4)), {}),
+        ("head dims differ: query 8, key 4", (shape, *[(48, 4, 4)] * 2), {}),
+        ("query's 4 heads are no multiple of key's 3", (shape, *[(48, 3, 8)] * 2), {}),
+        ("query's 4 heads are no multiple of key's 0", (shape, *[(48, 0, 8)] * 2), {}),
+        ("query is torch.int64; cast to a floating dtype", [shape] * 3, {"dtype": torch.int64}),
+        ("cu_seq_k is None; give the cumulative lengths", [shape] * 3, {"cu_seq_k": None}),
+        ("must be int32 of shape", [shape] * 3, {"cu_seq_k": cu_seq[:0]}),
+        ("must be int32 of shape", [shape] * 3, {"cu_seq_k": cu_seq[None]}),
+        ("must be (left, right), got (1, 2, 3)", [shape] * 3, {"window_size": (1, 2, 3)}),
+        ("takes float16 and bfloat16", [shape] * 3, {"device": "cuda"}),
+        ("the head dim is 12", [(48, 4, 12)] * 3, {"device": "cuda", "dtype": float16}),
+        ("the head dim is 264", [(48, 4, 264)] * 3, {"device": "cuda", "dtype": float16}),
+    ]
+    with fake_ranks(4) as mesh, cp_dispatch.enabled():
+        # A mesh of GPUs need not have any: only its name is looked at.
+        meshes = {"cpu": mesh, "cuda": DeviceMesh("cuda", torch.arange(4), _init_backend=False)}
+        for words, shapes, how in cases:
+            device, dtype = how.pop("device", "cpu"), how.pop("dtype", torch.float32)
+            tensors = []
+            for size in shapes:
+                spec = dtensor_spec(outline(mesh, size, (Shard(0),), dtype))
+                spec = type(spec)(meshes[device], spec.placements, tensor_meta=spec.tensor_meta)
+                tensors.append(DTensor(torch.zeros(1, dtype=dtype), spec, requires_grad=False))
+            given = {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq} | how
+            plan = cp_dispatch.explain_varlen(*tensors, **given)
+            (reason,) = plan.reasons
+            assert plan.handler == "refused" and words in reason, plan
