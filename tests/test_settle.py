@@ -94,6 +94,7 @@ def test_rows_beyond_the_keys_are_no_one_call():
     (ring(ranks=12, heads=(12, 3)), "hybrid", 3, "mirrored_ring"),
     (ring(ranks=12, heads=(12, 1)), "hybrid", 6, "mirrored_ring"),
     (ring(ranks=4), "hybrid:3", 0, "no groups of 3"),
+    (ring(ranks=4), "hybrid:1", 0, "halves from the mirror rank"),  # a ring
     (ring(ranks=10, heads=(12, 3)), "hybrid:5", 0, "more often than others"),
     (ring(ranks=7), "hybrid", 7, ""),
     (ring(ranks=37), "hybrid", 0, "32 query heads"),
@@ -166,5 +167,7 @@ def test_auto_gathers_neither_masks_nor_scores(layout):
     assert settle(masked, "auto", "cuda", masked=True).schedule == "ring"
     math = dataclasses.replace(plan, backend="math")
     assert "ring" in settle(math, "auto", "cuda").schedule
+    got = settle(masked, "one_call", "cuda", masked=True)
+    assert got.schedule == "ring" and "it has a mask or dropout" in got.reasons[0]
     # Who asks for it gets it.
     assert settle(masked, "gather", "cuda", masked=True).schedule == "gather"
