@@ -15,7 +15,7 @@ from cp_dispatch.costs.constants import KERNELS
 from cp_dispatch.planner import alternatives, choose
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.settle import settle
-from tests.ranks import fake_ranks
+from tests.ranks import fake_ranks, one_rank
 from tests.test_plan import gqa
 from tests.test_settle import ring
 
@@ -284,6 +284,7 @@ def test_auto_does_not_take_more_memory_than_a_gather_may():
     for tokens, schedule in ((65536, "gather"), (65536 * 2, "ulysses")):
         plan = ring(tokens=tokens, layout=HeadTail(tokens * 4, 4), heads=(32, 8))
         got = choose(plan, "auto", "cuda", False, False, known, True)
+        assert "predicted" in got.reasons[-1], "others hold no more"
         held = max(got.extra_bytes()) - max(settle(plan, "ring", "cuda").extra_bytes())
         assert held <= 2**30
         if schedule == "gather":
@@ -297,6 +298,10 @@ def test_without_constants_or_with_a_mask_todays_rules_hold():
         for known, masked in ((None, False), (constants(), True)):
             got = choose(plan, "auto", "cuda", masked, False, known, True)
             assert got == settle(plan, "auto", "cuda", masked)
+    # Kernels that were not measured; lengths that are no ints, as symbolic ones.
+    for plan in (ring(dtype=torch.float32), ring(query_length=32768.0), ring(key_length=32768.0)):
+        got = choose(plan, "auto", "cuda", False, False, constants(), True)
+        assert got == settle(plan, "auto", "cuda")
     wish = choose(ring(), "mirrored_ring", "cuda", False, False, constants(), True)
     assert wish == settle(ring(), "mirrored_ring", "cuda")
     assert planner.constants_here("cpu") is None
@@ -309,6 +314,9 @@ def test_explain_shows_every_schedules_time(monkeypatch):
     with fake_ranks(4) as mesh, enabled(schedule="ulysses"):
         tensors = [x.bfloat16() for x in gqa(mesh, (Shard(2),), length=16384)]
         plan = explain(*tensors, is_causal=True, enable_gqa=True)
+    with one_rank() as mesh, enabled():  # which has nothing to choose from
+        alone = explain(*(x.bfloat16() for x in gqa(mesh)), is_causal=True, enable_gqa=True)
+    assert alone.predictions == ()
     names = {name for name, *_ in plan.predictions}
     assert {"ring", "mirrored_ring", "mirrored_gather", "ulysses"} < names
     seconds = {name: forward for name, forward, _ in plan.predictions}

@@ -121,6 +121,10 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=8192, causal=False), "gather"),
     (ring(tokens=131072, causal=False), "ring"),
     (ring(tokens=512, heads=(1, 1)), "one_call"),
+    # It saves the exchanges with the mirror rank too, which a layout does without.
+    (ring(tokens=2048), "one_call"),
+    (ring(tokens=2048, layout=HeadTail(8192, 4)), "gather"),
+    (ring(tokens=1024, layout=HeadTail(4096, 4)), "one_call"),
     # Kernels that have no causal mask at the bottom right.
     (ring(tokens=512, heads=(1, 1), backend="cudnn"), "gather"),
     (ring(tokens=2048, ranks=2, backend="cudnn"), "gather"),

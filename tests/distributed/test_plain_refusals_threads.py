@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
@@ -71,6 +73,30 @@ def test_calls(words, make):
                     assert F.scaled_dot_product_attention(*args).shape == args[0].shape
 
     on_mesh(2, body)
+
+
+def test_forms_are_refused():
+    x = sequences(8)[0]
+    attend = F.scaled_dot_product_attention
+    with fake_ranks(2) as mesh, context_parallel(mesh, balancer=None):
+        for words, given in (("nested or sparse", x.to_sparse()), ("has 1 dims", x[0, 0, 0])):
+            with pytest.raises(ContextParallelError, match=words):
+                attend(given, given, given)
+        with forward_ad.dual_level(), pytest.raises(ContextParallelError, match="forward-mode AD"):
+            attend(x, x, forward_ad.make_dual(x, x))
+
+
+def test_what_ranks_have_to_tell_each_other_is_refused_in_traces():
+    x, keys = sequences(4)[0], torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    attend = make_fx(F.scaled_dot_product_attention)
+    with fake_ranks(2) as mesh:
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="has to be gathered"):
+                attend(x, x, x, keys)
+            attend(x, x, x)
+        with context_parallel(mesh, buffers=[torch.zeros(7)], buffer_seq_dims=[0], balancer=None):
+            with pytest.raises(ContextParallelError, match="cannot trace; pad the buffers"):
+                attend(x, x, x)
 
 
 def test_functorch_is_refused():

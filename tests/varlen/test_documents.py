@@ -90,6 +90,13 @@ def test_pieces_see_what_their_rows_see(call):
     assert sent == taken
 
 
+def test_windows_are_causal_or_full():
+    """By which CUDA kernels choose."""
+    windows = [Window(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]
+    assert [x for x in windows if x.is_causal] == [Window(-1, 0)]
+    assert [x for x in windows if x.is_full] == [Window(-1, -1)]
+
+
 def test_union_and_overlaps():
     spans = [Span(5, 3), Span(0, 2), Span(6, 6), Span(2, 1), Span(20, 0)]
     assert union(spans) == (Span(0, 3), Span(5, 7))
