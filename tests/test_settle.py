@@ -133,6 +133,8 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=8193, ranks=2, backend="cudnn"), "ring"),
     (ring(tokens=512, layout=HeadTail(2048, 4), backend="cudnn"), "gather"),
     (ring(tokens=512, causal=False, backend="cudnn"), "one_call"),
+    # Shards that are not alike.
+    (ring(tokens=512, heads=(1, 1), query_length=2045, key_length=2045), "ring"),
 ])  # fmt: skip
 def test_auto_on_cuda_gathers_while_the_keys_are_few_enough(plan, schedule):
     assert settle(plan, "auto", "cuda").schedule == schedule

@@ -41,7 +41,7 @@ def calls(draw):
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     window = Window(draw(st.integers(-1, 6)), draw(st.integers(-1, 6)))
     fewer = window.right == 0 or window.is_full
-    keys = [n + draw(st.integers(-3 if fewer else 0, 5)) for n in lengths]
+    keys = [n + draw(st.integers(-9 if fewer else 0, 5)) for n in lengths]
     keys = lengths if draw(st.booleans()) else [max(0, n) for n in keys]
     ranks = draw(st.integers(1, 4))
     rest = draw(st.integers(0, 3))
@@ -95,6 +95,24 @@ def test_windows_are_causal_or_full():
     windows = [Window(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]
     assert [x for x in windows if x.is_causal] == [Window(-1, 0)]
     assert [x for x in windows if x.is_full] == [Window(-1, -1)]
+
+
+def test_rows_may_see_no_key():
+    """Those of a document with fewer keys, as far as they come before its first."""
+    documents, runs = Documents((0, 9), (0, 2)), [Span(0, 3), Span(3, 3), Span(6, 3)]
+    pieces = [pieces_of(documents, Window(-1, 0), [run]) for run in runs]
+    assert pieces == [[(0, 3, 0, 0, 0, 0)], [(0, 3, 0, 0, 0, 0)], [(0, 3, 0, 2, 0, 0)]]
+
+
+def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
+    """They send gradients in one dtype."""
+    found = []
+    for lengths in ([8], [2, 4, 2]):
+        documents = Documents(starts(lengths), starts(lengths))
+        owned = ownership(8, (2,), cp_dispatch.HeadTail(8, 2).text)
+        both = (traffic_of(documents, Window(-1, 0), owned, owned, rank) for rank in range(2))
+        found.append([traffic.shared for traffic in both])
+    assert found == [[True, True], [False, False]]
 
 
 def test_union_and_overlaps():
