@@ -147,6 +147,11 @@ def test_explain():
             plan = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq, window_size=(-1, 0))
             wrong = cp_dispatch.explain_varlen(query, key, key, cu_seq, other)
             refused = cp_dispatch.explain_varlen(query.double(), key, key, cu_seq, cu_seq)
+            plain = cp_dispatch.explain_varlen(*(torch.zeros(1, 1, 1),) * 3, cu_seq, cu_seq)
+        many = cp_dispatch.PerDocumentHeadTail([4] * 12, 4)
+        with cp_dispatch.enabled(layout=many):
+            whole = torch.tensor([0, 48], dtype=torch.int32)
+            cut = cp_dispatch.explain_varlen(query, key, key, whole, whole, window_size=(-1, 0))
         blocks = cp_dispatch.BlockBalanced.from_documents([6, 42], 4, 2, near=True)
         with cp_dispatch.enabled(layout=blocks):
             laid_out = str(cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq))
@@ -160,6 +165,8 @@ def test_explain():
     assert "  in the layout of BlockBalanced: 48 positions on 4 ranks" in laid_out
     assert blocks.text not in laid_out, "the work of every block"
     assert wrong.handler == refused.handler == "refused"
+    assert (plain.handler, plain.reasons) == ("stock", ("no argument is a DTensor",))
+    assert cut.handler == "refused" and "takes keys for each run" in str(cut)
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
 
 
