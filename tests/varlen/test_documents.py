@@ -15,6 +15,7 @@ from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
+from cp_dispatch.varlen.keys import CallKeys
 from cp_dispatch.varlen.ops import BACKWARD, FORWARD
 from cp_dispatch.varlen.traffic import overlaps, traffic_of
 from tests.ranks import fake_ranks, outline
@@ -113,6 +114,22 @@ def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
         both = (traffic_of(documents, Window(-1, 0), owned, owned, rank) for rank in range(2))
         found.append([traffic.shared for traffic in both])
     assert found == [[True, True], [False, False]]
+
+
+def test_no_key_is_twice_in_a_layer():
+    """Sums are the same at every run, for nobody adds to one row from two sides."""
+    lengths = [8, 3, 13]
+    documents = Documents(starts(lengths), starts(lengths))
+    layout = cp_dispatch.PerDocumentHeadTail(lengths, 2).text
+    owned = ownership(24, (2,), layout)
+    for rank in range(2):
+        traffic = traffic_of(documents, Window(-1, 0), owned, owned, rank)
+        layers = CallKeys(traffic.pieces, traffic, torch.device("cpu")).layers
+        rows = torch.arange(sum(traffic.takes))
+        found = [compact.take(rows).tolist() for _, compact in layers]
+        # Rank 0 has two runs of a document, rank 1 what is between them.
+        assert len(found) == 2 - rank and all(len(set(x)) == len(x) for x in found)
+        assert sum(map(len, found)) == sum(piece.keys for piece in traffic.pieces)
 
 
 def test_union_and_overlaps():
