@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dispatch import ContextParallelError, enabled, explain
+from cp_dispatch import ContextParallelError, decide, enabled, explain
 from cp_dispatch._compat import dtensor_spec
 from tests.ranks import SEQUENCE, fake_ranks, outline
 
@@ -138,6 +138,18 @@ def test_a_plan_is_never_older_than_the_flags_and_arguments(mesh):
         assert explain(*longer, **arguments).query_length == 128
         assert explain(q, k, v, **arguments) == first
     assert explain(q, k, v, **arguments).handler == "stock"
+
+
+def test_a_plan_is_made_once(mesh, monkeypatch):
+    made, decide_ = [], decide._decide
+    monkeypatch.setattr(decide, "_decide", lambda *args: made.append(args) or decide_(*args))
+    monkeypatch.setattr(decide, "_plans", {})
+    mask = outline(mesh, (1, 1, 64, 64), (Replicate(),), torch.bool)
+    with enabled():
+        for given in ({}, {"attn_mask": mask}):
+            made.clear()
+            assert len({explain(*gqa(mesh), enable_gqa=True, **given) for _ in range(3)}) == 1
+            assert len(made) == 1
 
 
 def test_a_refused_call_raises_what_explain_says(mesh):
