@@ -8,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
+from cp_dispatch.options import Options
+from cp_dispatch.varlen import plan as plan_module
+from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
 from cp_dispatch.varlen.keys import CallKeys
 from cp_dispatch.varlen.ops import BACKWARD, FORWARD
@@ -169,6 +172,10 @@ def test_explain():
         with cp_dispatch.enabled(layout=many):
             whole = torch.tensor([0, 48], dtype=torch.int32)
             cut = cp_dispatch.explain_varlen(query, key, key, whole, whole, window_size=(-1, 0))
+        whole = [outline(mesh, x.shape, (Replicate(),)) for x in (query, key, key)]
+        with cp_dispatch.enabled():
+            local = cp_dispatch.explain_varlen(*whole, cu_seq, cu_seq)
+            auto = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq)
         blocks = cp_dispatch.BlockBalanced.from_documents([6, 42], 4, 2, near=True)
         with cp_dispatch.enabled(layout=blocks):
             laid_out = str(cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq))
@@ -182,9 +189,31 @@ def test_explain():
     assert "  in the layout of BlockBalanced: 48 positions on 4 ranks" in laid_out
     assert blocks.text not in laid_out, "the work of every block"
     assert wrong.handler == refused.handler == "refused"
+    assert (local.schedule, local.reasons) == ("local", ("the sequence is not sharded",))
+    assert auto.schedule == "exchange" and "has no choice" not in str(auto)
     assert (plain.handler, plain.reasons) == ("stock", ("no argument is a DTensor",))
     assert cut.handler == "refused" and "takes keys for each run" in str(cut)
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
+
+
+def test_a_plan_is_made_once(monkeypatch):
+    """For calls that are alike; whether the documents are DTensors is a part of it."""
+    made, make_plan = [], plan_module.make_plan
+    monkeypatch.setattr(plan_module, "make_plan", lambda *x: made.append(x) or make_plan(*x))
+    monkeypatch.setattr(plan_module, "_plans", {})
+    cu_seq = torch.tensor([0, 48], dtype=torch.int32)
+    with fake_ranks(4) as mesh:
+        tensors = [outline(mesh, (48, 4, 8), (Shard(0),)) for _ in range(3)]
+        placed = [
+            DTensor.from_local(cu_seq, mesh, [p], run_check=False) for p in (Replicate(), Shard(0))
+        ]
+        for starts in (cu_seq, *placed):
+            made.clear()
+            call = VarlenCall(*tensors, starts, starts)
+            handlers = {plan_module.known_plan(Options(), call).handler for _ in range(3)}
+            is_cut = starts is placed[1]
+            assert handlers == ({"refused"} if is_cut else {"cp_dispatch"})
+            assert len(made) == (3 if is_cut else 1)
 
 
 def test_explain_refuses_shapes_and_arguments():
