@@ -31,10 +31,8 @@ def four_dims(call: Call) -> Call:
             return call
     if ndim == 4:
         return dataclasses.replace(call, attn_mask=mask)
-    try:
-        query, key, value = (_four(x) for x in (call.query, call.key, call.value))
-    except RuntimeError:
-        # A DTensor sharded on a batch dim that does not survive the flattening.
+    query, key, value = (_four(x) for x in (call.query, call.key, call.value))
+    if query is None or key is None or value is None:
         return call
     return dataclasses.replace(call, query=query, key=key, value=value, attn_mask=mask)
 
@@ -50,7 +48,7 @@ def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return output.view(*query.shape[:-3], *output.shape[1:])
 
 
-def _four(tensor: torch.Tensor) -> torch.Tensor:
+def _four(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.ndim == 2:
         return tensor.unsqueeze(0).unsqueeze(0)
     if tensor.ndim == 3:
@@ -58,11 +56,17 @@ def _four(tensor: torch.Tensor) -> torch.Tensor:
     return _one_batch_dim(tensor)
 
 
-def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor:
-    if torch.is_inference_mode_enabled():
-        # There DTensor is given flatten itself, and would rather gather than refuse.
-        return tensor.contiguous().view(math.prod(tensor.shape[:-3]), *tensor.shape[-3:])
-    return tensor.flatten(0, -4)
+def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor | None:
+    """None for a DTensor sharded on a batch dim that does not survive the flattening."""
+    try:
+        if torch.is_inference_mode_enabled():
+            # There DTensor is given flatten itself, and would rather gather than refuse.
+            return tensor.contiguous().view(math.prod(tensor.shape[:-3]), *tensor.shape[-3:])
+        return tensor.flatten(0, -4)
+    except torch.OutOfMemoryError:  # where it has to be copied
+        raise
+    except RuntimeError:
+        return None
 
 
 def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
@@ -74,9 +78,10 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
         return mask.unsqueeze(1)
     if query.ndim > 4 and mask.ndim >= 4 and set(mask.shape[:-3]) != {1}:
         try:
-            return _one_batch_dim(mask.expand(*query.shape[:-3], *mask.shape[-3:]))
+            mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
         except RuntimeError:
             return None
+        return _one_batch_dim(mask)
     if mask.ndim > 4:
         return _one_batch_dim(mask)
     while mask.ndim < 4:
