@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.distributed.tensor import Shard
 
 from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, planner
@@ -335,3 +336,57 @@ def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
     assert predict(hybrid, known) == pytest.approx((2e-3, 4e-3))
     known = constants(floors={"ulysses": each, "ring": each, "hybrid": each})
     assert predict(hybrid, known) == pytest.approx((1e-3, 2e-3))
+
+
+def test_what_is_said_of_each_schedule():
+    """Times and memory that nothing here can check; on GPUs they were found to be about right. Who
+    changes the model changes them on purpose."""
+    said = []
+    for name, layout in (("natural", None), ("head-tail", HeadTail(65536, 4))):
+        for push in (False, True):
+            known = constants(300e12, 200e9, 1.5e12, slowdown=1.3, push=push)
+            plan = ring(tokens=16384, layout=layout, heads=(32, 16))
+            said += ["", name + ", pushed" * push]
+            for x, p in alternatives(plan, "cuda", False, known):
+                forward, backward = (size / 2**20 for size in x.extra_bytes())
+                said.append(
+                    f"{x.op_schedule:24s} {p.forward * 1e6:6.0f} {p.backward * 1e6:6.0f} us "
+                    f"{forward:5.0f} {backward:5.0f} MiB"
+                )
+    assert_expected_inline(
+        "\n".join(said[1:]),
+        """\
+natural
+ring                      52183 131833 us   774  1536 MiB
+mirrored_ring             31736  79945 us  1286  2560 MiB
+mirrored_gather           30720  79139 us  1542  2688 MiB
+one_call                  53324 132571 us  1540  2816 MiB
+ulysses                   31108  74999 us   512   642 MiB
+hybrid:2:mirrored_ring    32436  79414 us  1798  1282 MiB
+mirrored_gather+ulysses   30720  74999 us  1542   642 MiB
+
+natural, pushed
+ring                      51579 129663 us   774  1536 MiB
+mirrored_ring             31132  77775 us  1286  2560 MiB
+mirrored_gather           30351  76774 us  1542  2688 MiB
+one_call                  53324 132571 us  1540  2816 MiB
+ulysses                   30929  74104 us   512   642 MiB
+hybrid:2:mirrored_ring    32436  79414 us  1798  1282 MiB
+mirrored_gather+ulysses   30351  74104 us  1542   642 MiB
+
+head-tail
+ring                      30193  76858 us   774  1536 MiB
+gather                    30014  75046 us  1158  2304 MiB
+one_call                  31585  78133 us  1604  3072 MiB
+ulysses                   31108  74999 us   520   706 MiB
+hybrid:2:ring             30893  76327 us  1294  1090 MiB
+gather+ulysses            30014  74999 us  1158   706 MiB
+
+head-tail, pushed
+ring                      29589  74688 us   774  1536 MiB
+gather                    29410  73838 us  1158  2304 MiB
+one_call                  31585  78133 us  1604  3072 MiB
+ulysses                   30929  74104 us   520   706 MiB
+hybrid:2:ring             30893  76327 us  1294  1090 MiB
+gather+ulysses            29410  74104 us  1158   706 MiB""",
+    )
