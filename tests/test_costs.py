@@ -341,18 +341,24 @@ def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
 def test_what_is_said_of_each_schedule():
     """Times and memory that nothing here can check; on GPUs they were found to be about right. Who
     changes the model changes them on purpose."""
+    balanced, links = HeadTail(65536, 4), Links(2, 50e9, 10e-6)
     said = []
-    for name, layout in (("natural", None), ("head-tail", HeadTail(65536, 4))):
-        for push in (False, True):
-            known = constants(300e12, 200e9, 1.5e12, slowdown=1.3, push=push)
-            plan = ring(tokens=16384, layout=layout, heads=(32, 16))
-            said += ["", name + ", pushed" * push]
-            for x, p in alternatives(plan, "cuda", False, known):
-                forward, backward = (size / 2**20 for size in x.extra_bytes())
-                said.append(
-                    f"{x.op_schedule:24s} {p.forward * 1e6:6.0f} {p.backward * 1e6:6.0f} us "
-                    f"{forward:5.0f} {backward:5.0f} MiB"
-                )
+    for name, layout, push, between in (
+        ("natural", None, False, None),
+        ("natural, pushed", None, True, None),
+        ("head-tail", balanced, False, None),
+        ("head-tail, pushed", balanced, True, None),
+        ("head-tail, nodes of 2", balanced, True, links),
+    ):
+        known = constants(300e12, 200e9, 1.5e12, slowdown=1.3, push=push)
+        plan = ring(tokens=16384, layout=layout, heads=(32, 16))
+        said += ["", name]
+        for x, p in alternatives(plan, "cuda", False, known, between):
+            forward, backward = (size / 2**20 for size in x.extra_bytes())
+            said.append(
+                f"{x.op_schedule:24s} {p.forward * 1e6:6.0f} {p.backward * 1e6:6.0f} us "
+                f"{forward:5.0f} {backward:5.0f} MiB"
+            )
     assert_expected_inline(
         "\n".join(said[1:]),
         """\
@@ -388,5 +394,13 @@ gather                    29410  73838 us  1158  2304 MiB
 one_call                  31585  78133 us  1604  3072 MiB
 ulysses                   30929  74104 us   520   706 MiB
 hybrid:2:ring             30893  76327 us  1294  1090 MiB
-gather+ulysses            29410  74104 us  1158   706 MiB""",
+gather+ulysses            29410  74104 us  1158   706 MiB
+
+head-tail, nodes of 2
+ring                      32014  84335 us   774  1536 MiB
+gather                    30017  76058 us  1158  2304 MiB
+one_call                  31595  81927 us  1604  3072 MiB
+ulysses                   33668  77440 us   520   706 MiB
+hybrid:2:ring             31500  80216 us  1294  1090 MiB
+gather+ulysses            30017  77440 us  1158   706 MiB""",
     )
