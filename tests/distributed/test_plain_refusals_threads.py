@@ -128,6 +128,7 @@ def test_arguments():
         refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
+        refused("no dim True", ValueError, buffers=[x], buffer_seq_dims=[True])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
         refused("name each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
         needs = nn.Parameter(torch.zeros(16))
@@ -451,3 +452,5 @@ def test_style_refusals():
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):
         ContextParallel(seq_dim="2")
+    with pytest.raises(ContextParallelError, match="balancer must be 'auto', 'head-tail', None"):
+        ContextParallel(balancer="zigzag")

@@ -368,6 +368,17 @@ def test_a_saved_tensor_modified_in_place_is_still_found():
     on_mesh(2, body)
 
 
+def test_a_graph_from_before_the_block_does_not_find_the_shard():
+    def body(mesh):
+        buffer, x = torch.randn(2), torch.randn(2, requires_grad=True)
+        y = x * buffer  # whose gradient a shard of one row would fit as well
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                y.sum().backward()
+
+    on_mesh(2, body)
+
+
 @pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("ndim", [4, 3])
 def test_the_output_may_be_written_to_in_place(schedule, ndim):
