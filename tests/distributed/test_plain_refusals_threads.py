@@ -194,6 +194,13 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, **options)
 
 
+class WithMore(Attention):
+    """Takes and gives a tensor that has nothing to do with the sequence."""
+
+    def forward(self, *inputs, more):
+        return super().forward(*inputs), more
+
+
 class Flat(Attention):
     """Gives ``(B, L, H D)``."""
 
@@ -419,6 +426,21 @@ def test_varlen_attn_outside_of_blocks_is_torchs():
     for _ in range(2):
         on_mesh(1, body)
         assert [traced(False), traced(True)] == want
+
+
+def test_style_leaves_tensors_without_its_dim_alone():
+    whole, more = sequences(16), torch.zeros(3)
+    want = F.scaled_dot_product_attention(*whole)
+
+    def body(mesh):
+        module = parallelize_module(WithMore(), mesh, ContextParallel())
+        rows = [distribute(x, mesh, [Shard(2)]) for x in whole]
+        for given in ([x.to_local() for x in rows], rows):
+            got, other = module(*given, more=more)
+            assert other is more and type(got) is type(given[0])
+        torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh(2, body)
 
 
 def test_style_refusals():
