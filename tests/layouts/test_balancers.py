@@ -320,6 +320,8 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
         (lambda: HeadTail(0, 2), "seq_len must be a positive int, got 0"),
         (lambda: HeadTail(8, 2.0), "world_size must be a positive int, got 2.0"),
         (lambda: HeadTail(8, True), "world_size must be a positive int, got True"),
+        (lambda: PerDocumentHeadTail([8], 0), "world_size must be a positive int, got 0"),
+        (lambda: BlockBalanced([1, 2], -1), "world_size must be a positive int, got -1"),
         (lambda: HeadTail(8, 2).positions(2), r"rank must be in 0..1, got 2"),
         (lambda: HeadTail(8, 2).work(-1), r"rank must be in 0..1, got -1"),
         (
