@@ -106,27 +106,23 @@ class PerDocumentHeadTail(Balancer):
             yield [owned[rank] for rank in ranks]
 
     def _shares(self, length: int, start: int, given: list[int], work: list[int]) -> list[int]:
-        """How many rows of a document each rank takes, never more than it has room for."""
+        """How many rows of a document each rank takes."""
         shares, ranks = self.shard_lengths, range(self.world_size)
-        rows = [
-            min(length * shares[rank] // self.seq_len, shares[rank] - given[rank]) for rank in ranks
-        ]
+        rows = [length * share // self.seq_len for share in shares]
 
         def need(rank: int) -> tuple:
             # How far ahead of its share of all rows so far, in units of 1 / S.
             ahead = (given[rank] + rows[rank]) * self.seq_len - (start + length) * shares[rank]
             return ahead, work[rank], rank
 
-        def has_room(rank: int) -> bool:
-            return given[rank] + rows[rank] < shares[rank]
-
-        waiting = [need(rank) for rank in ranks if has_room(rank)]
+        # While rows are left all together are behind, so the one furthest behind is: nobody ever is
+        # a whole row ahead, and so none gets more than its share of the sequence.
+        waiting = [need(rank) for rank in ranks]
         heapq.heapify(waiting)
         for _ in range(length - sum(rows)):
-            rank = heapq.heappop(waiting)[-1]
+            rank = waiting[0][-1]
             rows[rank] += 1
-            if has_room(rank):
-                heapq.heappush(waiting, need(rank))
+            heapq.heapreplace(waiting, need(rank))
         return rows
 
     def _assign(self):
