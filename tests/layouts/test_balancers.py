@@ -428,3 +428,12 @@ def test_outlines_are_made_while_other_threads_work_things_out():
     finally:
         sys.settrace(before)
     assert outline == balancer and outline is not balancer
+
+
+def test_an_outline_has_no_indices():
+    layout = HeadTail(16, 2)
+    assert layout.indices.numel() == layout.inverse.numel() == 16
+    outline = layout.outline
+    assert outline == layout and outline.spans(1) == layout.spans(1)
+    assert not {"indices", "inverse"} & vars(outline).keys()
+    assert outline.outline is outline
