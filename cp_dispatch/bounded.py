@@ -3,16 +3,18 @@ and not everything at once."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
 
 def keep(known: dict, key: Hashable, value: Any, most: int) -> None:
-    """Put ``value`` in a dict of at most so many entries."""
+    """Put ``value`` in a dict of at most so many entries. Several threads may do so at a time."""
     while len(known) >= most and key not in known:
-        # Other threads may have taken it by now.
-        known.pop(next(iter(known), None), None)
+        # Other threads may have taken it by now, or put one between these two steps.
+        with contextlib.suppress(RuntimeError):
+            known.pop(next(iter(known), None), None)
     known[key] = value
 
 

@@ -50,9 +50,9 @@ def make_plan(options: Options | None, call: Call) -> Plan:
 def _tell(plan: Plan, call: Call) -> None:
     """Log a plan when it is new, not at every call.
 
-    One with symbolic lengths says no numbers, and asking for them would guard the trace.
+    One with symbolic lengths says no numbers.
     """
-    if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
+    if not plan.has_lengths:
         return
     if logger.isEnabledFor(logging.INFO) and plan not in _told:
         keep(_told, plan, None, _MAX_PLANS)

@@ -35,10 +35,8 @@ def four_dims(call: Call) -> Call:
             return call
     if ndim == 4:
         return dataclasses.replace(call, attn_mask=mask)
-    try:
-        query, key, value = (_four(x, _heads_first(call)) for x in call.tensors.values())
-    except RuntimeError:
-        # A DTensor sharded on a batch dim that does not survive the flattening.
+    query, key, value = (_four(x, _heads_first(call)) for x in (call.query, call.key, call.value))
+    if query is None or key is None or value is None:
         return call
     if any(_has_strided_shards(x) for x in (query, key, value)):
         return call
@@ -61,7 +59,7 @@ def _heads_first(call: Call) -> bool:
     return call.query.ndim == 3 and call.query.shape[0] != call.key.shape[0]
 
 
-def _four(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
+def _four(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor | None:
     if tensor.ndim == 2:
         return tensor.unsqueeze(0).unsqueeze(0)
     if tensor.ndim == 3:
@@ -76,11 +74,17 @@ def _has_strided_shards(tensor: torch.Tensor) -> bool:
     )
 
 
-def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor:
-    if torch.is_inference_mode_enabled():
-        # There DTensor is given flatten itself, and would rather gather than refuse.
-        return tensor.contiguous().view(math.prod(tensor.shape[:-3]), *tensor.shape[-3:])
-    return tensor.flatten(0, -4)
+def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor | None:
+    """None for a DTensor sharded on a batch dim that does not survive the flattening."""
+    try:
+        if torch.is_inference_mode_enabled():
+            # There DTensor is given flatten itself, and would rather gather than refuse.
+            return tensor.contiguous().view(math.prod(tensor.shape[:-3]), *tensor.shape[-3:])
+        return tensor.flatten(0, -4)
+    except torch.OutOfMemoryError:  # where it has to be copied
+        raise
+    except RuntimeError:
+        return None
 
 
 def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
@@ -92,9 +96,10 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
         return mask.unsqueeze(0 if _heads_first(call) else 1)
     if query.ndim > 4 and mask.ndim >= 4 and set(mask.shape[:-3]) != {1}:
         try:
-            return _one_batch_dim(mask.expand(*query.shape[:-3], *mask.shape[-3:]))
+            mask = mask.expand(*query.shape[:-3], *mask.shape[-3:])
         except RuntimeError:
             return None
+        return _one_batch_dim(mask)
     if mask.ndim > 4:
         return _one_batch_dim(mask)
     while mask.ndim < 4:

@@ -222,7 +222,8 @@ class ContextParallel(ParallelStyle):
         """The inputs that are DTensors, which must be sharded along the sequence."""
         wholes = [x for x in given if isinstance(x, DTensor)]
         for x in wholes:
-            if x.device_mesh != mesh or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
+            fits = self._has_sequence(x) and x.device_mesh == mesh
+            if not fits or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
                 raise ContextParallelError(
                     f"ContextParallel(seq_dim={self.seq_dim}) takes plain shards, or DTensors "
                     f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "

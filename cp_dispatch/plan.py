@@ -87,6 +87,12 @@ class Plan:
         return math.prod(self.ring_shape)
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether lengths are numbers; of symbolic ones no number may be asked, or a trace would
+        guard them."""
+        return isinstance(self.query_length, int) and isinstance(self.key_length, int)
+
+    @property
     def can_choose(self) -> bool:
         """Whether query and key are sharded alike, so that there are several schedules."""
         return self.schedule in (*RINGS, *GATHERS, "one_call", "ulysses", "hybrid")

@@ -62,7 +62,7 @@ def choose(
     settled = settle(plan, wish, device_type, masked, own_rows)
     if wish != "auto" or constants is None or masked or plan.world_size == 1:
         return settled
-    if not isinstance(plan.query_length, int) or not isinstance(plan.key_length, int):
+    if not plan.has_lengths:
         return settled
     found = [
         (candidate, prediction)

@@ -50,6 +50,10 @@ COSTS = {
     "cuda": Costs(450e12, 30e12, 150e9, 100e-6, gather_bytes=2**30),
     "cpu": Costs(30e9, 30e9, 1e9, 1e-3, gather_bytes=0),
 }
+# Exchanges, kernels and merges that a forward is made of.
+_ONE_CALLS, _GATHER_CALLS, _MIRRORED_CALLS = 2, 4, 8
+# GPUs of a node, whose links an all-to-all wants; what connects nodes carries a ring's keys.
+_NODE = 8
 
 
 def settle(
@@ -113,7 +117,7 @@ def _in_one_call(plan: Plan, masked: bool, device_type: str) -> Plan:
 def _is_short(plan: Plan, device_type: str) -> bool:
     """Whether one call pays: work that is not balanced and bytes that nothing hides, against calls
     that the host would have to make."""
-    if not _has_lengths(plan):
+    if not plan.has_lengths:
         return False
     if prefix_plan.reasons_against(plan.geometry, BACKENDS[plan.backend]):
         return False
@@ -128,7 +132,7 @@ def _stays_unbalanced(plan: Plan, device_type: str) -> Plan | None:
     """A gather in natural order that balances nothing, where the exchanges with the mirror rank
     would cost more; None where they pay."""
     natural = plan.is_causal and plan.layout is None
-    if not natural or not _has_lengths(plan) or not gather_plan.fits(plan.geometry):
+    if not natural or not plan.has_lengths or not gather_plan.fits(plan.geometry):
         return None
     saved = _unbalanced_seconds(plan, device_type)
     spent = (_MIRRORED_CALLS - _GATHER_CALLS) * COSTS[device_type].latency
@@ -139,10 +143,6 @@ def _stays_unbalanced(plan: Plan, device_type: str) -> Plan | None:
     return _with(plan, reason, "gather")
 
 
-def _has_lengths(plan: Plan) -> bool:
-    return isinstance(plan.query_length, int) and isinstance(plan.key_length, int)
-
-
 def _unbalanced_seconds(plan: Plan, device_type: str) -> float:
     """What the rank with most work computes longer than the mean, in a forward."""
     query, key, _ = plan.shards
@@ -150,14 +150,6 @@ def _unbalanced_seconds(plan: Plan, device_type: str) -> float:
     ranks = range(plan.world_size)
     pairs = [prefix_plan.pairs_of(plan.geometry, rank) for rank in ranks]
     return (max(pairs) - sum(pairs) / len(pairs)) * pair
-
-
-# Exchanges, kernels and merges that a forward is made of.
-_ONE_CALLS, _GATHER_CALLS, _MIRRORED_CALLS = 2, 4, 8
-
-
-# GPUs of a node, whose links an all-to-all wants; what connects nodes carries a ring's keys.
-_NODE = 8
 
 
 def _group_size(plan: Plan) -> int:

@@ -136,8 +136,6 @@ def _enter_plain(context: PlainContext) -> Scope:
     _checked(context.schedule, None)
     with _lock, _undone_on_error(_contexts):
         scope = _contexts.push(context)
-        hf_masks.install(plain_context)
-        reentrant.install(plain_context)
         _sync()
     return scope
 
@@ -146,9 +144,6 @@ def _enter_plain(context: PlainContext) -> Scope:
 def _leave_plain(scope: Scope) -> None:
     with _lock:
         _contexts.remove(scope)
-        if not _contexts.in_use:
-            hf_masks.remove()
-            reentrant.remove()
         _sync()
 
 
@@ -173,12 +168,13 @@ def _checked(schedule: str, layout) -> Options:
 
 @contextlib.contextmanager
 def _undone_on_error(stack: OptionStack = _stack):
-    """An installation that fails leaves the options as they were."""
+    """An installation that fails leaves the options and torch as they were."""
     before = stack.snapshot()
     try:
         yield
     except BaseException:
         stack.restore(before)
+        _sync()
         raise
 
 
@@ -195,6 +191,7 @@ def _sync() -> None:
         except BaseException:
             withdraw(library)
             flex.remove()
+            varlen.remove()
             raise
         forget_resolved_kernels(override.SDPA)
         causal_bias.install(is_enabled, plain_context)
@@ -205,6 +202,8 @@ def _sync() -> None:
         flex.remove()
         causal_bias.remove()
         graph_guards.override_goes()
+    for part in (hf_masks, reentrant):  # of blocks
+        part.install(plain_context) if _contexts.in_use else part.remove()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
     compile_cache.tag(state if _installed else None)
 

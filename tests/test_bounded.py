@@ -14,6 +14,21 @@ def test_the_oldest_goes():
     assert known == {9: "9"}
 
 
+def test_another_thread_may_put_one_meanwhile():
+    class Raced(dict):
+        others = ["other"]
+
+        def __iter__(self):
+            found = super().__iter__()
+            if self.others:
+                self[self.others.pop()] = "of another thread"
+            return found
+
+    known = Raced(a="a", b="b")
+    keep(known, "c", "c", 2)
+    assert dict(known) == {"other": "of another thread", "c": "c"}
+
+
 def test_the_newest_up_to_a_weight():
     made = []
 

@@ -203,6 +203,16 @@ def test_three_dims_whose_first_differ_are_grouped_heads(mesh, key_heads, mask_l
         torch.testing.assert_close(mine.to_local(), theirs)
 
 
+def test_no_memory_for_a_copy_is_no_shape_that_does_not_fit(monkeypatch):
+    def flatten(*_):
+        raise torch.OutOfMemoryError
+
+    x = torch.zeros(2, 3, 4, ROWS, DIM)
+    monkeypatch.setattr(torch.Tensor, "flatten", flatten)
+    with pytest.raises(torch.OutOfMemoryError):
+        four_dims(Call(x, x, x))
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_causal_biases_of_one_length_are_plain_causal_calls(bias):
     """Which need no mask, and take kernels and schedules that a mask does not."""

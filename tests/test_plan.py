@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dispatch import ContextParallelError, enabled, explain
+from cp_dispatch import ContextParallelError, HeadTail, decide, enabled, explain
 from cp_dispatch._compat import dtensor_spec
 from tests.ranks import SEQUENCE, fake_ranks, outline
 
@@ -43,12 +43,16 @@ def test_stock_torch_handles_what_is_not_ours(mesh):
     off = explain(*gqa(mesh), enable_gqa=True)
     with enabled():
         plain = explain(*(torch.ones(1, 2, 3, 4),) * 3)
-        # A mesh of GPUs need not have any: only its name is looked at.
-        spec = dtensor_spec(outline(mesh, (2, 8, 64, 16), (Shard(0),)))
-        cuda_mesh = DeviceMesh("cuda", torch.arange(4), _init_backend=False)
-        spec = type(spec)(cuda_mesh, spec.placements, tensor_meta=spec.tensor_meta)
-        cuda = explain(*(DTensor(torch.zeros(1), spec, requires_grad=False),) * 3)
-    assert [x.handler for x in (off, plain, cuda)] == ["stock"] * 3
+        found = []
+        for device, placed in (("cuda", Shard(0)), ("xpu", Shard(2))):
+            # A mesh of GPUs need not have any: only its name is looked at.
+            spec = dtensor_spec(outline(mesh, (2, 8, 64, 16), (placed,)))
+            gpus = DeviceMesh(device, torch.arange(4), _init_backend=False)
+            spec = type(spec)(gpus, spec.placements, tensor_meta=spec.tensor_meta)
+            found.append(explain(*(DTensor(torch.zeros(1), spec, requires_grad=False),) * 3))
+        cuda, xpu = found
+    assert [x.handler for x in (off, plain, cuda, xpu)] == ["stock"] * 4
+    assert "cp_dispatch handles CPU and CUDA, not {'xpu'}" in xpu.reasons[0]
     assert off.reasons == ("cp_dispatch is not enabled",)
     assert "no argument is a DTensor, and no block of context_parallel" in plain.reasons[0]
     assert cuda.reasons == ("the sequence is not sharded",)
@@ -138,6 +142,36 @@ def test_a_plan_is_never_older_than_the_flags_and_arguments(mesh):
         assert explain(*longer, **arguments).query_length == 128
         assert explain(q, k, v, **arguments) == first
     assert explain(q, k, v, **arguments).handler == "stock"
+
+
+def test_a_plan_is_made_once(mesh, monkeypatch):
+    made, decide_ = [], decide._decide
+    monkeypatch.setattr(decide, "_decide", lambda *args: made.append(args) or decide_(*args))
+    monkeypatch.setattr(decide, "_plans", {})
+    mask = outline(mesh, (1, 1, 64, 64), (Replicate(),), torch.bool)
+    with enabled():
+        for given in ({}, {"attn_mask": mask}):
+            made.clear()
+            assert len({explain(*gqa(mesh), enable_gqa=True, **given) for _ in range(3)}) == 1
+            assert len(made) == 1
+
+
+@pytest.mark.parametrize("layout", [None, HeadTail(64, 4)], ids=["natural", "head-tail"])
+def test_the_choice_of_a_schedule_is_told_of_masks(mesh, monkeypatch, layout):
+    """Whether there is one or dropout, and whether ranks have rows of their own of it."""
+    told = []
+    monkeypatch.setattr(decide, "_plans", {})
+    monkeypatch.setattr(decide, "choose", lambda plan, *args: told.append(args[2:4]) or plan)
+
+    def mask(rows, *placements):
+        return {"attn_mask": outline(mesh, (1, 1, rows, 64), placements, torch.bool)}
+
+    masks = mask(1, Replicate()), mask(64, Replicate()), mask(64, Shard(2))
+    with enabled(layout=layout):
+        for given in ({}, {"dropout_p": 0.5}, *masks):
+            explain(*gqa(mesh), enable_gqa=True, **given)
+    own = layout is None  # a whole mask is cut in natural order
+    assert told == [(False, False), (True, False), (True, False), (True, own), (True, True)]
 
 
 def test_a_refused_call_raises_what_explain_says(mesh):

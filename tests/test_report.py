@@ -1,5 +1,6 @@
 """What a plan costs: its collectives, their bytes, and extra memory."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,8 +9,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dispatch import enabled, explain
+from cp_dispatch.settle import settle
 from tests.ranks import fake_ranks, one_rank, outline
 from tests.test_plan import gqa
+from tests.test_settle import ring
 
 
 @pytest.fixture
@@ -72,6 +75,29 @@ def test_math_counts_its_float64_output(mesh):
     assert plan.transfers(0)[0] == [
         ("all_gather", "output", rows * 16), ("all_gather", "logsumexp", rows),
     ]  # fmt: skip
+
+
+def test_groups_of_heads_move_one_after_the_other(mesh):
+    with enabled(schedule="gather"):
+        one = explain(*sharded(mesh, (S, S), (64, 64), torch.bfloat16), enable_gqa=True)
+    two = dataclasses.replace(one, head_groups=2)
+    assert one.schedule == "gather" and two.op_schedule == "gather:2"
+    for whole, parts in zip(one.transfers(1), two.transfers(1), strict=True):
+        assert parts == [x._replace(bytes=x.bytes // 2) for x in whole] * 2
+    # One group's, and results of all: output and logsumexp; dQ, dK and dV.
+    results = 2 * 8 * 16 * (16 * 2 + 4), (2 * 8 + 2 * 2 * 2) * 16 * 16 * 2
+    assert two.extra_bytes() == tuple(
+        size // 2 + whole for size, whole in zip(one.extra_bytes(), results, strict=True)
+    )
+
+
+def test_gradients_of_keys_that_ranks_share_go_back_to_the_mirror_in_float32():
+    """Of one key head for both ranks of a group, where they have yet to be added up."""
+    plan = settle(ring(heads=(8, 1)), "hybrid:2", "cuda")
+    assert plan.op_schedule == "hybrid:2:mirrored_ring"
+    rows = 2 * 8192 // 2 * 128
+    dq, dkv = 4 * rows * 2, 2 * rows * 4
+    assert ("all_to_all", "halves of dQ, dK, dV", dq + dkv) in plan.transfers(0)[1]
 
 
 def test_one_rank_moves_nothing():

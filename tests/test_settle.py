@@ -56,8 +56,10 @@ def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
     got = settle(plan, wish, device)
     assert got.schedule == schedule
     # It says why the wish was not granted.
-    if schedule == "ring" and wish == "gather" and plan.world_size > 1:
-        assert "not gathered" in got.reasons[0]
+    if schedule == "ring" and plan.world_size > 1:
+        why_not = {"gather": "not gathered", "mirrored_ring": "balance", "natural_ring": ""}
+        assert why_not[wish] in "; ".join(got.reasons)
+        assert bool(got.reasons) == (wish != "natural_ring")
 
 
 @pytest.mark.parametrize("lengths", [(32768, 16381), (3, 8), (8, 3)], ids=str)
@@ -94,6 +96,7 @@ def test_rows_beyond_the_keys_are_no_one_call():
     (ring(ranks=12, heads=(12, 3)), "hybrid", 3, "mirrored_ring"),
     (ring(ranks=12, heads=(12, 1)), "hybrid", 6, "mirrored_ring"),
     (ring(ranks=4), "hybrid:3", 0, "no groups of 3"),
+    (ring(ranks=4), "hybrid:1", 0, "halves from the mirror rank"),  # a ring
     (ring(ranks=10, heads=(12, 3)), "hybrid:5", 0, "more often than others"),
     (ring(ranks=7), "hybrid", 7, ""),
     (ring(ranks=37), "hybrid", 0, "32 query heads"),
@@ -120,6 +123,10 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=8192, causal=False), "gather"),
     (ring(tokens=131072, causal=False), "ring"),
     (ring(tokens=512, heads=(1, 1)), "one_call"),
+    # It saves the exchanges with the mirror rank too, which a layout does without.
+    (ring(tokens=2048), "one_call"),
+    (ring(tokens=2048, layout=HeadTail(8192, 4)), "gather"),
+    (ring(tokens=1024, layout=HeadTail(4096, 4)), "one_call"),
     # Kernels that have no causal mask at the bottom right.
     (ring(tokens=512, heads=(1, 1), backend="cudnn"), "gather"),
     (ring(tokens=2048, ranks=2, backend="cudnn"), "gather"),
@@ -128,6 +135,8 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=8193, ranks=2, backend="cudnn"), "ring"),
     (ring(tokens=512, layout=HeadTail(2048, 4), backend="cudnn"), "gather"),
     (ring(tokens=512, causal=False, backend="cudnn"), "one_call"),
+    # Shards that are not alike.
+    (ring(tokens=512, heads=(1, 1), query_length=2045, key_length=2045), "ring"),
 ])  # fmt: skip
 def test_auto_on_cuda_gathers_while_the_keys_are_few_enough(plan, schedule):
     assert settle(plan, "auto", "cuda").schedule == schedule
@@ -166,5 +175,7 @@ def test_auto_gathers_neither_masks_nor_scores(layout):
     assert settle(masked, "auto", "cuda", masked=True).schedule == "ring"
     math = dataclasses.replace(plan, backend="math")
     assert "ring" in settle(math, "auto", "cuda").schedule
+    got = settle(masked, "one_call", "cuda", masked=True)
+    assert got.schedule == "ring" and "it has a mask or dropout" in got.reasons[0]
     # Who asks for it gets it.
     assert settle(masked, "gather", "cuda", masked=True).schedule == "gather"

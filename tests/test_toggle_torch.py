@@ -9,8 +9,9 @@ from torch._guards import TracingContext, tracing
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import bias as torch_bias
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import CheckpointFunction
 
-from cp_dispatch import compile_cache, disable, enable, enabled, explain
+from cp_dispatch import compile_cache, context_parallel, disable, enable, enabled, explain
 from tests.ranks import one_rank
 
 # A mark before, as a user may have put one.
@@ -168,3 +169,31 @@ def test_causal_biases_of_plain_tensors_and_of_dtensors(kind, lengths, grad):
             got = torch.autograd.grad(out.square().sum(), tensors)
             for mine, theirs in zip(got, wanted, strict=True):
                 torch.testing.assert_close(mine.to_local(), theirs)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    ["aten::scaled_dot_product_attention", "aten::index.Tensor", "torch_attn::_varlen_attn"],
+)
+def test_what_cannot_be_installed_leaves_nothing_behind(monkeypatch, taken):
+    """As where somebody else has a rule for DTensors there. A second try must not pass as well."""
+    register = torch.library.register_torch_dispatch
+
+    def registered(name, *args, **kwargs):
+        if name == taken:
+            raise RuntimeError("taken")
+        return register(name, *args, **kwargs)
+
+    def state():
+        ops = "aten::scaled_dot_product_attention", "torch_attn::_varlen_attn"
+        dumps = [torch._C._dispatch_dump(op) for op in ops]
+        return *dumps, CheckpointFunction.__dict__["forward"], tag()
+
+    disable()
+    before = state()
+    monkeypatch.setattr(torch.library, "register_torch_dispatch", registered)
+    with one_rank() as mesh:
+        for block in (enabled(), context_parallel(mesh, balancer=None), enabled()):
+            with pytest.raises(RuntimeError, match="taken"), block:
+                pass
+            assert state() == before

@@ -106,27 +106,23 @@ class PerDocumentHeadTail(Balancer):
             yield [owned[rank] for rank in ranks]
 
     def _shares(self, length: int, start: int, given: list[int], work: list[int]) -> list[int]:
-        """How many rows of a document each rank takes, never more than it has room for."""
+        """How many rows of a document each rank takes."""
         shares, ranks = self.shard_lengths, range(self.world_size)
-        rows = [
-            min(length * shares[rank] // self.seq_len, shares[rank] - given[rank]) for rank in ranks
-        ]
+        rows = [length * share // self.seq_len for share in shares]
 
         def need(rank: int) -> tuple:
             # How far ahead of its share of all rows so far, in units of 1 / S.
             ahead = (given[rank] + rows[rank]) * self.seq_len - (start + length) * shares[rank]
             return ahead, work[rank], rank
 
-        def has_room(rank: int) -> bool:
-            return given[rank] + rows[rank] < shares[rank]
-
-        waiting = [need(rank) for rank in ranks if has_room(rank)]
+        # While rows are left all together are behind, so the one furthest behind is: nobody ever is
+        # a whole row ahead, and so none gets more than its share of the sequence.
+        waiting = [need(rank) for rank in ranks]
         heapq.heapify(waiting)
         for _ in range(length - sum(rows)):
-            rank = heapq.heappop(waiting)[-1]
+            rank = waiting[0][-1]
             rows[rank] += 1
-            if has_room(rank):
-                heapq.heappush(waiting, need(rank))
+            heapq.heapreplace(waiting, need(rank))
         return rows
 
     def _assign(self):
@@ -178,7 +174,7 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
     given = doc_lengths.tolist() if hasattr(doc_lengths, "tolist") else doc_lengths
     if not isinstance(given, Iterable):
         raise ContextParallelError(f"doc_lengths must be a sequence of ints, got {given!r}")
-    given = list(given)
+    given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
     if given[:1] == [0]:
         raise ContextParallelError(
             f"doc_lengths must be lengths of at least 1, got {given!r}; of cumulative ones give "
@@ -186,7 +182,7 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
         )
     if not given or any(isinstance(x, (list, tuple)) and not x for x in given):
         raise ContextParallelError(f"doc_lengths must hold at least one document, got {given!r}")
-    nested = [isinstance(x, Sequence) or getattr(x, "ndim", 0) > 0 for x in given]
+    nested = [isinstance(x, Sequence) for x in given]
     if any(nested) and not all(nested):
         raise ContextParallelError(
             f"doc_lengths must be ints, or one sequence of ints per batch row, got {given!r}"

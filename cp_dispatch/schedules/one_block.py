@@ -47,7 +47,7 @@ class _OneBlock:
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
-        tiles = self._tiles(job, query)
+        tiles = job.tiles(job.rank, query)
         dtype = job.backend.output_dtype(query.dtype)
         merging = self.queries_are_whole and job.ring is not None
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
@@ -78,7 +78,7 @@ class _OneBlock:
         mask_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
-        tiles = self._tiles(job, query)
+        tiles = job.tiles(job.rank, query)
         summing_queries = self.queries_are_whole and job.ring is not None
         summing_keys = not self.queries_are_whole and job.ring is not None
         # A sum over the ranks is rounded once, so its parts stay wide.
@@ -100,9 +100,6 @@ class _OneBlock:
         else:
             dk, dv = own.finish()
         return dq, dk, dv, grad_mask
-
-    def _tiles(self, job: Job, query: Tensor):
-        return job.tiles(job.rank, query)
 
 
 def _summed(wide: Tensor, dtype: torch.dtype, ring: Ring) -> Tensor:

@@ -116,8 +116,7 @@ def gradient_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel,
 
 def pairs_of(geometry: Geometry, rank: int) -> int:
     """Queries times keys that a rank's kernel computes."""
-    masked = geometry.causal
     return sum(
-        rows * keys - (rows * (rows - 1) // 2 if masked else 0)
+        rows * keys - (rows * (rows - 1) // 2 if geometry.causal else 0)
         for rows, keys in prefixes_of(geometry, rank)
     )

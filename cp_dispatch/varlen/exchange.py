@@ -66,7 +66,7 @@ class Exchange:
         if self._has_all_at_home and not any(self._given):
             return [part.to(x.dtype).contiguous() for part, x in zip(own, like, strict=True)]
         parts = [[part, *(came[taker][i] for taker in self._takers)] for i, part in enumerate(own)]
-        if sum(map(len, self._runs)) > _MOST_SUMS or not like[0].size(0):
+        if sum(map(len, self._runs)) > _MOST_SUMS:
             return [self._wide_sum(of_one, x) for of_one, x in zip(parts, like, strict=True)]
         sums = [x.new_empty(x.shape) for x in like]
         views = [

@@ -81,7 +81,7 @@ def add_together(
     if len(places) <= _MOST_RUNS and totals[0].size(0):
         of_runs = [pair for keys, pair in zip(calls, grads, strict=True) for _ in keys.sums]
         parts = [[as_batch(x) for x in of_one] for of_one in zip(*of_runs, strict=True)]
-        add_up([as_batch(x) for x in totals], parts or [[]] * len(totals), places)
+        add_up([as_batch(x) for x in totals], parts, places)
         return
     for total in totals:
         total.zero_()

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
@@ -73,6 +75,30 @@ def test_calls(words, make):
     on_mesh(2, body)
 
 
+def test_forms_are_refused():
+    x = sequences(8)[0]
+    attend = F.scaled_dot_product_attention
+    with fake_ranks(2) as mesh, context_parallel(mesh, balancer=None):
+        for words, given in (("nested or sparse", x.to_sparse()), ("has 1 dims", x[0, 0, 0])):
+            with pytest.raises(ContextParallelError, match=words):
+                attend(given, given, given)
+        with forward_ad.dual_level(), pytest.raises(ContextParallelError, match="forward-mode AD"):
+            attend(x, x, forward_ad.make_dual(x, x))
+
+
+def test_what_ranks_have_to_tell_each_other_is_refused_in_traces():
+    x, keys = sequences(4)[0], torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    attend = make_fx(F.scaled_dot_product_attention)
+    with fake_ranks(2) as mesh:
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="has to be gathered"):
+                attend(x, x, x, keys)
+            attend(x, x, x)
+        with context_parallel(mesh, buffers=[torch.zeros(7)], buffer_seq_dims=[0], balancer=None):
+            with pytest.raises(ContextParallelError, match="cannot trace; pad the buffers"):
+                attend(x, x, x)
+
+
 def test_functorch_is_refused():
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
@@ -102,6 +128,7 @@ def test_arguments():
         refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
+        refused("no dim True", ValueError, buffers=[x], buffer_seq_dims=[True])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
         refused("name each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
         needs = nn.Parameter(torch.zeros(16))
@@ -165,6 +192,13 @@ def test_uneven_shards_are_checked_where_lengths_are_uneven():
 class Attention(nn.Module):
     def forward(self, query, key, value, **options):
         return F.scaled_dot_product_attention(query, key, value, **options)
+
+
+class WithMore(Attention):
+    """Takes and gives a tensor that has nothing to do with the sequence."""
+
+    def forward(self, *inputs, more):
+        return super().forward(*inputs), more
 
 
 class Flat(Attention):
@@ -394,6 +428,21 @@ def test_varlen_attn_outside_of_blocks_is_torchs():
         assert [traced(False), traced(True)] == want
 
 
+def test_style_leaves_tensors_without_its_dim_alone():
+    whole, more = sequences(16), torch.zeros(3)
+    want = F.scaled_dot_product_attention(*whole)
+
+    def body(mesh):
+        module = parallelize_module(WithMore(), mesh, ContextParallel())
+        rows = [distribute(x, mesh, [Shard(2)]) for x in whole]
+        for given in ([x.to_local() for x in rows], rows):
+            got, other = module(*given, more=more)
+            assert other is more and type(got) is type(given[0])
+        torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh(2, body)
+
+
 def test_style_refusals():
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
@@ -401,6 +450,10 @@ def test_style_refusals():
         whole = [distribute(x, mesh, [Replicate()]) for x in sequences(16)]
         with pytest.raises(ContextParallelError, match="an input of shape"):
             module(*whole)
+        for x, placed in ((torch.zeros(()), Replicate()), (torch.zeros(2, 3), Shard(0))):
+            extra = DTensor.from_local(x, mesh, [placed])  # has no dim 2
+            with pytest.raises(ContextParallelError, match="an input of shape"):
+                module(*own, attn_mask=extra)
         wrong = parallelize_module(Attention(), mesh, ContextParallel(seq_dim=1))
         with pytest.raises(ContextParallelError, match="seq_dim must be the dim"):
             wrong(*own)
@@ -421,3 +474,5 @@ def test_style_refusals():
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):
         ContextParallel(seq_dim="2")
+    with pytest.raises(ContextParallelError, match="balancer must be 'auto', 'head-tail', None"):
+        ContextParallel(balancer="zigzag")

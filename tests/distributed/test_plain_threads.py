@@ -368,6 +368,32 @@ def test_a_saved_tensor_modified_in_place_is_still_found():
     on_mesh(2, body)
 
 
+def test_what_is_named_goes_before_what_the_block_says():
+    def body(mesh):
+        x = torch.arange(8)
+        natural = cp_dispatch.shard(mesh, x, 0)
+        with context_parallel(mesh, balancer="head-tail"):
+            (whole,) = cp_dispatch.context_parallel_unshard(mesh, [natural], [0], balancer=None)
+            (other,) = cp_dispatch.context_parallel_unshard(mesh, [natural], [0])
+        assert torch.equal(whole, x) and not torch.equal(other, x)
+        for length in (8, 7):  # ranks tell each other lengths of uneven ones alone
+            with context_parallel(mesh, buffers=[torch.zeros(length)], buffer_seq_dims=[0]):
+                assert cp_dispatch.toggle.plain_context().uneven == (length == 7)
+
+    on_mesh(2, body)
+
+
+def test_a_graph_from_before_the_block_does_not_find_the_shard():
+    def body(mesh):
+        buffer, x = torch.randn(2), torch.randn(2, requires_grad=True)
+        y = x * buffer  # whose gradient a shard of one row would fit as well
+        with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                y.sum().backward()
+
+    on_mesh(2, body)
+
+
 @pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("ndim", [4, 3])
 def test_the_output_may_be_written_to_in_place(schedule, ndim):

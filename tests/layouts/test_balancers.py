@@ -320,6 +320,8 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
         (lambda: HeadTail(0, 2), "seq_len must be a positive int, got 0"),
         (lambda: HeadTail(8, 2.0), "world_size must be a positive int, got 2.0"),
         (lambda: HeadTail(8, True), "world_size must be a positive int, got True"),
+        (lambda: PerDocumentHeadTail([8], 0), "world_size must be a positive int, got 0"),
+        (lambda: BlockBalanced([1, 2], -1), "world_size must be a positive int, got -1"),
         (lambda: HeadTail(8, 2).positions(2), r"rank must be in 0..1, got 2"),
         (lambda: HeadTail(8, 2).work(-1), r"rank must be in 0..1, got -1"),
         (
@@ -400,6 +402,10 @@ def test_numbers_of_any_kind():
         == BlockBalanced([numbers, numbers], 2)
     )
     assert PerDocumentHeadTail(torch.tensor([[3, 5], [3, 5]]), 2) == PerDocumentHeadTail((3, 5), 2)
+    rows = [torch.tensor([3, 5]), torch.tensor([4, 2, 2])]  # as cu_seq.diff() gives them
+    assert PerDocumentHeadTail(rows, 2) == PerDocumentHeadTail([[3, 5], [4, 2, 2]], 2)
+    with pytest.raises(ContextParallelError, match="at least one document"):
+        PerDocumentHeadTail([torch.tensor([])], 2)
     assert HeadTail(torch.tensor(8), 2) == HeadTail(8, 2)
     assert repr(BlockBalanced(numbers, 2)).startswith(
         "BlockBalanced(4 blocks of 128, world_size=2,"
@@ -422,3 +428,12 @@ def test_outlines_are_made_while_other_threads_work_things_out():
     finally:
         sys.settrace(before)
     assert outline == balancer and outline is not balancer
+
+
+def test_an_outline_has_no_indices():
+    layout = HeadTail(16, 2)
+    assert layout.indices.numel() == layout.inverse.numel() == 16
+    outline = layout.outline
+    assert outline == layout and outline.spans(1) == layout.spans(1)
+    assert not {"indices", "inverse"} & vars(outline).keys()
+    assert outline.outline is outline

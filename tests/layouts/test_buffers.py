@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -259,3 +259,12 @@ def test_unshard_refuses_odd_shards_on_every_rank():
             cp_dispatch.unshard(mesh, torch.ones(4), 0, HeadTail(10, 2))
 
     on_ranks(2, body)
+
+
+def test_a_rank_outside_of_the_mesh_is_refused():
+    with fake_ranks(4, rank=3):
+        mesh = DeviceMesh("cpu", [0, 2])
+        with pytest.raises(ContextParallelError, match=r"rank 3 is not part of the mesh \[0, 2\]"):
+            cp_dispatch.shard(mesh, torch.zeros(1, 8), 1)
+        with pytest.raises(ContextParallelError, match=r"is not part of the mesh \[0, 2\]"):
+            cp_dispatch.create_cp_block_mask(lambda *_: True, 1, 1, 256, 256, mesh)

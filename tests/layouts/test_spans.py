@@ -20,6 +20,7 @@ from cp_dispatch.layouts import (
     natural,
 )
 from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.layouts.tiles import tiles
 from cp_dispatch.schedules import mirrored_ring
 
 lengths = st.integers(1, 24)
@@ -306,3 +307,10 @@ rank 1  # # % o
 rank 2  # # # #
 rank 3  # # # #""",
         )
+
+
+def test_rows_that_do_not_ascend_are_no_diagonal_of_their_own():
+    """Rows of the second half stand first here; those behind them do not see the keys before."""
+    spans = Span(4, 4), Span(0, 4)
+    found = [tile[:5] for tile in tiles(spans, spans, True, 0)]
+    assert sorted(found) == [(0, 4, 0, 4, True), (0, 4, 4, 4, False), (4, 4, 4, 4, True)]

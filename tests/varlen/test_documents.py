@@ -7,12 +7,18 @@ from itertools import accumulate
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
+from cp_dispatch.options import Options
+from cp_dispatch.varlen import plan as plan_module
+from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
+from cp_dispatch.varlen.keys import CallKeys
 from cp_dispatch.varlen.ops import BACKWARD, FORWARD
 from cp_dispatch.varlen.traffic import overlaps, traffic_of
 from tests.ranks import fake_ranks, outline
@@ -39,7 +45,7 @@ def calls(draw):
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     window = Window(draw(st.integers(-1, 6)), draw(st.integers(-1, 6)))
     fewer = window.right == 0 or window.is_full
-    keys = [n + draw(st.integers(-3 if fewer else 0, 5)) for n in lengths]
+    keys = [n + draw(st.integers(-9 if fewer else 0, 5)) for n in lengths]
     keys = lengths if draw(st.booleans()) else [max(0, n) for n in keys]
     ranks = draw(st.integers(1, 4))
     rest = draw(st.integers(0, 3))
@@ -88,6 +94,47 @@ def test_pieces_see_what_their_rows_see(call):
     assert sent == taken
 
 
+def test_windows_are_causal_or_full():
+    """By which CUDA kernels choose."""
+    windows = [Window(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]
+    assert [x for x in windows if x.is_causal] == [Window(-1, 0)]
+    assert [x for x in windows if x.is_full] == [Window(-1, -1)]
+
+
+def test_rows_may_see_no_key():
+    """Those of a document with fewer keys, as far as they come before its first."""
+    documents, runs = Documents((0, 9), (0, 2)), [Span(0, 3), Span(3, 3), Span(6, 3)]
+    pieces = [pieces_of(documents, Window(-1, 0), [run]) for run in runs]
+    assert pieces == [[(0, 3, 0, 0, 0, 0)], [(0, 3, 0, 0, 0, 0)], [(0, 3, 0, 2, 0, 0)]]
+
+
+def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
+    """They send gradients in one dtype."""
+    found = []
+    for lengths in ([8], [2, 4, 2]):
+        documents = Documents(starts(lengths), starts(lengths))
+        owned = ownership(8, (2,), cp_dispatch.HeadTail(8, 2).text)
+        both = (traffic_of(documents, Window(-1, 0), owned, owned, rank) for rank in range(2))
+        found.append([traffic.shared for traffic in both])
+    assert found == [[True, True], [False, False]]
+
+
+def test_no_key_is_twice_in_a_layer():
+    """Sums are the same at every run, for nobody adds to one row from two sides."""
+    lengths = [8, 3, 13]
+    documents = Documents(starts(lengths), starts(lengths))
+    layout = cp_dispatch.PerDocumentHeadTail(lengths, 2).text
+    owned = ownership(24, (2,), layout)
+    for rank in range(2):
+        traffic = traffic_of(documents, Window(-1, 0), owned, owned, rank)
+        layers = CallKeys(traffic.pieces, traffic, torch.device("cpu")).layers
+        rows = torch.arange(sum(traffic.takes))
+        found = [compact.take(rows).tolist() for _, compact in layers]
+        # Rank 0 has two runs of a document, rank 1 what is between them.
+        assert len(found) == 2 - rank and all(len(set(x)) == len(x) for x in found)
+        assert sum(map(len, found)) == sum(piece.keys for piece in traffic.pieces)
+
+
 def test_union_and_overlaps():
     spans = [Span(5, 3), Span(0, 2), Span(6, 6), Span(2, 1), Span(20, 0)]
     assert union(spans) == (Span(0, 3), Span(5, 7))
@@ -120,6 +167,15 @@ def test_explain():
             plan = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq, window_size=(-1, 0))
             wrong = cp_dispatch.explain_varlen(query, key, key, cu_seq, other)
             refused = cp_dispatch.explain_varlen(query.double(), key, key, cu_seq, cu_seq)
+            plain = cp_dispatch.explain_varlen(*(torch.zeros(1, 1, 1),) * 3, cu_seq, cu_seq)
+        many = cp_dispatch.PerDocumentHeadTail([4] * 12, 4)
+        with cp_dispatch.enabled(layout=many):
+            whole = torch.tensor([0, 48], dtype=torch.int32)
+            cut = cp_dispatch.explain_varlen(query, key, key, whole, whole, window_size=(-1, 0))
+        whole = [outline(mesh, x.shape, (Replicate(),)) for x in (query, key, key)]
+        with cp_dispatch.enabled():
+            local = cp_dispatch.explain_varlen(*whole, cu_seq, cu_seq)
+            auto = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq)
         blocks = cp_dispatch.BlockBalanced.from_documents([6, 42], 4, 2, near=True)
         with cp_dispatch.enabled(layout=blocks):
             laid_out = str(cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq))
@@ -133,4 +189,62 @@ def test_explain():
     assert "  in the layout of BlockBalanced: 48 positions on 4 ranks" in laid_out
     assert blocks.text not in laid_out, "the work of every block"
     assert wrong.handler == refused.handler == "refused"
+    assert (local.schedule, local.reasons) == ("local", ("the sequence is not sharded",))
+    assert auto.schedule == "exchange" and "has no choice" not in str(auto)
+    assert (plain.handler, plain.reasons) == ("stock", ("no argument is a DTensor",))
+    assert cut.handler == "refused" and "takes keys for each run" in str(cut)
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
+
+
+def test_a_plan_is_made_once(monkeypatch):
+    """For calls that are alike; whether the documents are DTensors is a part of it."""
+    made, make_plan = [], plan_module.make_plan
+    monkeypatch.setattr(plan_module, "make_plan", lambda *x: made.append(x) or make_plan(*x))
+    monkeypatch.setattr(plan_module, "_plans", {})
+    cu_seq = torch.tensor([0, 48], dtype=torch.int32)
+    with fake_ranks(4) as mesh:
+        tensors = [outline(mesh, (48, 4, 8), (Shard(0),)) for _ in range(3)]
+        placed = [
+            DTensor.from_local(cu_seq, mesh, [p], run_check=False) for p in (Replicate(), Shard(0))
+        ]
+        for starts in (cu_seq, *placed):
+            made.clear()
+            call = VarlenCall(*tensors, starts, starts)
+            handlers = {plan_module.known_plan(Options(), call).handler for _ in range(3)}
+            is_cut = starts is placed[1]
+            assert handlers == ({"refused"} if is_cut else {"cp_dispatch"})
+            assert len(made) == (3 if is_cut else 1)
+
+
+def test_explain_refuses_shapes_and_arguments():
+    """In words, and none for one of its own."""
+    cu_seq = torch.tensor([0, 20, 48], dtype=torch.int32)
+    shape, float16 = (48, 4, 8), torch.float16
+    cases = [
+        ("must have one shape, got [48, 4, 8] and [48, 4, 4]", (shape, shape, (48, 4, 4)), {}),
+        ("head dims differ: query 8, key 4", (shape, *[(48, 4, 4)] * 2), {}),
+        ("query's 4 heads are no multiple of key's 3", (shape, *[(48, 3, 8)] * 2), {}),
+        ("query's 4 heads are no multiple of key's 0", (shape, *[(48, 0, 8)] * 2), {}),
+        ("query is torch.int64; cast to a floating dtype", [shape] * 3, {"dtype": torch.int64}),
+        ("cu_seq_k is None; give the cumulative lengths", [shape] * 3, {"cu_seq_k": None}),
+        ("must be int32 of shape", [shape] * 3, {"cu_seq_k": cu_seq[:0]}),
+        ("must be int32 of shape", [shape] * 3, {"cu_seq_k": cu_seq[None]}),
+        ("must be (left, right), got (1, 2, 3)", [shape] * 3, {"window_size": (1, 2, 3)}),
+        ("takes float16 and bfloat16", [shape] * 3, {"device": "cuda"}),
+        ("the head dim is 12", [(48, 4, 12)] * 3, {"device": "cuda", "dtype": float16}),
+        ("the head dim is 264", [(48, 4, 264)] * 3, {"device": "cuda", "dtype": float16}),
+    ]
+    with fake_ranks(4) as mesh, cp_dispatch.enabled():
+        # A mesh of GPUs need not have any: only its name is looked at.
+        meshes = {"cpu": mesh, "cuda": DeviceMesh("cuda", torch.arange(4), _init_backend=False)}
+        for words, shapes, how in cases:
+            device, dtype = how.pop("device", "cpu"), how.pop("dtype", torch.float32)
+            tensors = []
+            for size in shapes:
+                spec = dtensor_spec(outline(mesh, size, (Shard(0),), dtype))
+                spec = type(spec)(meshes[device], spec.placements, tensor_meta=spec.tensor_meta)
+                tensors.append(DTensor(torch.zeros(1, dtype=dtype), spec, requires_grad=False))
+            given = {"cu_seq_q": cu_seq, "cu_seq_k": cu_seq} | how
+            plan = cp_dispatch.explain_varlen(*tensors, **given)
+            (reason,) = plan.reasons
+            assert plan.handler == "refused" and words in reason, plan

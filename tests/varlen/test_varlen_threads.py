@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cp_dispatch
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.varlen import keys
+from cp_dispatch.varlen import exchange, keys
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
 from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
@@ -118,6 +118,7 @@ def test_layouts(ranks, window):
 def test_many_runs_of_keys(monkeypatch, window):
     """As few are, which take another way."""
     monkeypatch.setattr(keys, "_MOST_RUNS", 0)
+    monkeypatch.setattr(exchange, "_MOST_SUMS", 0)
     problem = VarlenProblem((5, 20, 1, 9, 13), window=window, key_heads=2)
     judge(problem, 3)
     judge(problem, 3, layout=PerDocumentHeadTail([[5, 20, 1, 9, 13]], 3))
