@@ -382,20 +382,20 @@ def test_what_is_said_of_each_schedule():
 natural
 ring                      52183 131833 us   774  1536 MiB
 mirrored_ring             31736  79945 us  1286  2560 MiB
-mirrored_gather           30720  79139 us  1542  2688 MiB
+mirrored_gather           30114  75750 us  1542  2688 MiB
 one_call                  53324 132571 us  1540  2816 MiB
 ulysses                   31108  74999 us   512   642 MiB
 hybrid:2:mirrored_ring    32436  79414 us  1798  1282 MiB
-mirrored_gather+ulysses   30720  74999 us  1542   642 MiB
+mirrored_gather+ulysses   30114  74999 us  1542   642 MiB
 
 natural, pushed
 ring                      51579 129663 us   774  1536 MiB
 mirrored_ring             31132  77775 us  1286  2560 MiB
-mirrored_gather           30351  76774 us  1542  2688 MiB
+mirrored_gather           29410  73838 us  1542  2688 MiB
 one_call                  53324 132571 us  1540  2816 MiB
 ulysses                   30929  74104 us   512   642 MiB
 hybrid:2:mirrored_ring    32436  79414 us  1798  1282 MiB
-mirrored_gather+ulysses   30351  74104 us  1542   642 MiB
+mirrored_gather+ulysses   29410  74104 us  1542   642 MiB
 
 head-tail
 ring                      30193  76858 us   774  1536 MiB
