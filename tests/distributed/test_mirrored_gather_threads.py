@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.tensor import Shard
 import cp_dispatch
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.half_swap import Swap
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.mirrored_gather import shares_of, slots_before
@@ -112,3 +115,22 @@ def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
         2: [both, *half, (HALF, SHARD), both, (HALF, 2 * SHARD), *last],
         3: [send, *half, take, (HALF, 3 * SHARD), *last],
     }
+
+
+def test_a_swap_holds_nothing_that_nobody_reads():
+    """Neither what it has sent, nor what came once it is released."""
+
+    def body(rank):
+        ring = Ring.of(dist.group.WORLD, torch.device("cpu"))
+        given = torch.full((1, SHARD, 2, 8), float(rank)).transpose(1, 2)
+        swap, sent = Swap(ring, (given,), HALF, HALF), weakref.ref(given)
+        del given
+        assert sent() is None
+        (rows,) = swap.wait()
+        assert rows.unique().item() == 1 - rank
+        came = weakref.ref(rows._base)
+        del rows
+        swap.release()
+        assert came() is None
+
+    run_threads(2, body)
