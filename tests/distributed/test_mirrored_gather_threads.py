@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def test_every_pair_is_computed_once_and_all_have_as_many(world_size, backward):
             seen = {key // (2 * HALF) for _, key in pairs(tile.query_spans, tile.key_spans, False)}
             slots = {owner for owner in range(world_size) if slots_before(geometry, rank, owner)}
             assert tile.key_start == 0 and seen <= slots
+        shards = {key // (2 * HALF) for x in computed for _, key in x}
+        plan = SimpleNamespace(geometry=geometry, world_size=world_size)
+        assert SCHEDULES["mirrored_gather"].blocks(plan, rank) == (len(shards), world_size)
+        if 2 * rank == world_size - 1:  # one tile of all its rows, and nobody to share them with
+            assert len(shares.own) == 1 and not shares.mirrors
         mirror = shares_of(geometry, world_size - 1 - rank, backward)
         assert [x.query_spans for x in shares.given] == [x.query_spans for x in mirror.mirrors]
     assert len(set(work)) == 1
@@ -72,13 +78,17 @@ def log(monkeypatch):
         found[dist.get_rank()].append("dK, dV")
         start(self, *args)
 
-    def computes(self, query, key, *args):
-        found[dist.get_rank()].append((query.size(2), key.size(2)))
-        return forward(self, query, key, *args)
+    def note(query, key, causal):
+        sizes = query.size(2), key.size(2)
+        found[dist.get_rank()].append((*sizes, "causal") if causal else sizes)
 
-    def computes_back(self, grad, query, key, *args):
-        found[dist.get_rank()].append((query.size(2), key.size(2)))
-        return backward(self, grad, query, key, *args)
+    def computes(self, query, key, value, mask, causal, *args):
+        note(query, key, causal)
+        return forward(self, query, key, value, mask, causal, *args)
+
+    def computes_back(self, grad, query, key, value, out, lse, mask, causal, *args):
+        note(query, key, causal)
+        return backward(self, grad, query, key, value, out, lse, mask, causal, *args)
 
     monkeypatch.setattr(Swap, "__init__", moves)
     monkeypatch.setattr(KeyShares, "start", shares)
@@ -101,14 +111,14 @@ def log(monkeypatch):
 def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
     """Each rank has a kernel left when it sends."""
     send, take, both = ("send", ""), ("", "take"), ("send", "take")
-    home = (SHARD, SHARD)
+    home, diagonal, full = (SHARD, SHARD, "causal"), (HALF, HALF, "causal"), (HALF, HALF)
     assert {rank: x[: x.index("backward")] for rank, x in log.items()} == {
-        0: [take, (HALF, HALF), (HALF, HALF), (HALF, 3 * SHARD), send, (HALF, HALF)],
+        0: [take, full, diagonal, (HALF, 3 * SHARD), send, diagonal],
         1: [both, home, (HALF, 2 * SHARD), both, (HALF, SHARD)],
         2: [both, home, (HALF, SHARD), both, (HALF, 2 * SHARD)],
         3: [send, home, take, (HALF, 3 * SHARD)],
     }
-    half, last = [(HALF, HALF)] * 2, ["dK, dV", (HALF, HALF)]
+    half, last = [diagonal] * 2, ["dK, dV", full]
     assert {rank: x[x.index("backward") + 1 :] for rank, x in log.items()} == {
         0: [take, *half, (HALF, 3 * SHARD), send, *last],
         1: [both, *half, (HALF, 2 * SHARD), both, (HALF, SHARD), *last],
