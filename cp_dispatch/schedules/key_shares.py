@@ -2,7 +2,7 @@
 and the owner adds up.
 
 The shares travel as the kernels gave them and are added in float32 (float64), so that nothing is
-rounded on the way. A rank sends at most what it would to a reduce-scatter of the kernels' dtype.
+rounded on the way. A rank sends about what it would to a reduce-scatter of the kernels' dtype.
 """
 
 from __future__ import annotations
