@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import cp_dispatch
+from cp_dispatch import decide
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.half_swap import Swap
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.mirrored_gather import shares_of, slots_before
-from tests.distributed.reference import Problem
-from tests.distributed.sharded import distribute
+from tests.distributed.calls import only
+from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.rooms import Rooms
+from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
 RANKS, HALF = 4, 4
@@ -144,3 +148,27 @@ def test_a_swap_holds_nothing_that_nobody_reads():
         assert came() is None
 
     run_threads(2, body)
+
+
+def test_rooms_are_shared_with_a_gather_that_balances_nothing(monkeypatch):
+    """Of the same shards, of which ranks then need others."""
+    rooms = Rooms(monkeypatch)
+    monkeypatch.setattr(
+        decide, "choose", lambda plan, wish, *_: replace(
+            plan, schedule="gather" if wish == "auto" else "mirrored_gather"
+        )
+    )  # fmt: skip
+    monkeypatch.setattr(decide, "_plans", {})
+    problem = Problem(batch=1, heads=2, length=SHARD * RANKS, dim=8, causal=True)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for wish in ("auto", "gather", "auto"):
+            with cp_dispatch.enabled(schedule=wish):
+                check(run_sharded(problem, tensors, mesh), want, alone)
+
+    with only("cpu_flash"):
+        run_threads(RANKS, body)
+    rooms.assert_all_was_read()
