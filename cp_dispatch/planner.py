@@ -77,7 +77,7 @@ def choose(
     best, prediction = min(
         alike, key=lambda x: (FEWEST_MOVES.index(x[0].schedule), max(x[0].extra_bytes()))
     )
-    smaller = _smaller(best, _seconds(prediction, training), found) if training else None
+    smaller = _smaller(best, _seconds(prediction, training), found)
     best, prediction = smaller or (best, prediction)
     words = f"predicted {prediction.forward * 1e3:.3g} ms forward"
     if training:
@@ -135,7 +135,7 @@ def with_predictions(plan: Plan, device_type: str) -> Plan:
 
 
 def _smaller(best: Plan, seconds: float, found) -> tuple[Plan, Prediction] | None:
-    """See ``SMALLER``."""
+    """See ``SMALLER``; of ``found``, which has no pairs where the backward does not count."""
     if best.op_schedule != PAIRS[0][0]:
         return None
     for plan, prediction in found:

@@ -172,6 +172,18 @@ def test_a_natural_ring_waits_for_its_last_rank():
     assert predict(plan, free).forward == pytest.approx(want, rel=1e-3)
 
 
+def test_a_gather_in_natural_order_waits_for_its_mirror():
+    """Of 2 ranks the last one has kernels for one block. The first computes 3/8 of one at home and
+    half of one of the other's rows, which then have to move."""
+    plan, free = settle(ring(ranks=2), "gather", "cuda"), constants(bandwidth=FREE, memory=FREE)
+    block = work(plan) / RATE
+    assert predict(plan, free).forward == pytest.approx(block)
+    (_, heads, tokens, dim), *_ = plan.shards
+    half = heads * tokens * dim * plan.dtype.itemsize / 2
+    slow = dataclasses.replace(free, moves=free.moves | {"shift": line(half / (block / 4))})
+    assert predict(plan, slow).forward == pytest.approx(block * (3 / 8 + 1 / 2 + 1 / 4))
+
+
 def test_without_kernels_moves_are_what_is_left():
     """Bytes over bandwidth, by the plan's own count."""
     free = constants(rate=FREE, memory=FREE, bandwidth=100e9)

@@ -26,7 +26,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import plain_batch, token_major
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
-from cp_dispatch.schedules.mailbox import BEGUN, ENDED, OPENED
+from cp_dispatch.schedules.mailbox import OPENED, PUSHED
 from cp_dispatch.schedules.reach import is_used_by
 
 _log = logging.getLogger("cp_dispatch")
@@ -134,21 +134,18 @@ class _Box:
             self.box.open(peers)
 
     def push(self, targets, sources, peers=None, coming=None, ready_at_open=False) -> None:
-        due = [self._is_due(step) for step in (BEGUN, ENDED)]
-        if all(due):
+        if self._is_due(PUSHED):
             self.box.push([], [], peers, coming)
 
     def push_rows(
-        self, sources, moves, ready_at_open=False, opens=False, peers=None, first=True, last=True,
-        then_wait=False, opens_too=None,
+        self, sources, moves, ready_at_open=False, opens=False, peers=None, then_wait=False,
+        opens_too=None,
     ) -> None:  # fmt: skip
         if opens_too is not None:
             opens_too.open()
-        opens, first, last = (
-            wanted and self._is_due(step) for step, wanted in enumerate((opens, first, last))
-        )
-        if opens or first or last:
-            self.box.push_rows([], [], opens=opens, first=first, last=last, peers=peers)
+        opens = opens and self._is_due(OPENED)
+        if self._is_due(PUSHED):
+            self.box.push_rows([], [], opens=opens, peers=peers)
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")

@@ -43,6 +43,8 @@ class Swap:
             ring.exchange(ring.rank, nothing, nothing).wait()
         else:
             self._exchange()
+        if not self.is_alone:
+            self._tensors = ()  # the message or the box holds what is read yet
 
     def _exchange(self) -> None:
         """By a collective, in one message."""
@@ -124,6 +126,7 @@ class Swap:
     def release(self) -> None:
         """Nothing reads the mirror's rows any more."""
         self.wait()  # also where no row wanted them: the flags must go
+        self._received = []
         if self._box is not None and not self.is_alone:
             self._box.release()
 

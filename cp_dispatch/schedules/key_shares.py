@@ -2,8 +2,7 @@
 and the owner adds up.
 
 The shares travel as the kernels gave them and are added in float32 (float64), so that nothing is
-rounded on the way. A rank sends about what it would to a reduce-scatter of the kernels' dtype, and
-in natural order up to a shard more, for both halves of its rows have shares of some keys.
+rounded on the way. A rank sends about what it would to a reduce-scatter of the kernels' dtype.
 """
 
 from __future__ import annotations
@@ -42,9 +41,8 @@ class KeyShares:
         # Elements of one position; none where nothing is computed. All ranks find the same, also
         # one that has shares for nobody, for those of others come to it.
         self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
-        self._is_open, self._begun, self._work = False, False, None
+        self._is_open, self._work = False, None
         self._shares: list[KeyShare] = []
-        self._sources: list[Tensor] = []
         # What says where shares lie.
         self._like = geometry, parcels, key.shape, value.shape, dtype, self._row
         #: Where the shares of this rank's keys come; None where collectives move them.
@@ -59,23 +57,14 @@ class KeyShares:
             self.box.open()
             self._is_open = True
 
-    def start(self, shares: list[KeyShare], last: bool = True) -> None:
-        """Start sending the shares of the next tiles of gathered keys, in their order; ``last``:
-        there are no more."""
-        shares = shares if self._row else []
-        begin = len(self._shares)
-        self._shares += shares
+    def start(self, shares: list[KeyShare]) -> None:
+        """Start sending the shares of all tiles of gathered keys, in their order."""
+        self._shares = shares if self._row else []
         if self.box is None:
-            if last:
-                self._send_in_one_message()
+            self._send_in_one_message()
             return
-        moves = self.moves(begin, len(self._shares))
-        sources = rows_for(x for share in shares for x in (share.dk, share.dv))
-        self.box.push_rows(
-            sources, moves, opens=not self._is_open, first=not self._begun, last=last
-        )
-        self._is_open = self._begun = True
-        self._sources += sources  # the box holds the last ones alone
+        sources = rows_for(x for share in self._shares for x in (share.dk, share.dv))
+        self.box.push_rows(sources, self.moves(), opens=not self._is_open)
 
     def _send_in_one_message(self) -> None:
         shares, pair, plan = self._shares, self._pair, self._plan
@@ -102,7 +91,6 @@ class KeyShares:
         else:
             self._work.wait()
         self._work = None
-        self._sources.clear()
         own = (self._shares[parcel.tile] for parcel in self.own)
         parts = [*shares, *own, *self._arrived]
         places = (
@@ -128,19 +116,17 @@ class KeyShares:
             *((share.start, share.dk.size(2), 0) for share in arrived),
         )
 
-    def moves(self, begin: int, end: int) -> list[int]:
-        """Where shares of the tiles from ``begin`` to ``end`` go, as moves of the box."""
+    def moves(self) -> list[int]:
+        """Where shares go, as moves of the box."""
         box = self.box
         item = self._pair.dtype.itemsize
-        place = *self._like, begin, end
+        place = *self._like, "moves"
         found = box.views.get(place)
         if found is None:
             box.forget_many()
             found = box.views[place] = []
-            for owner, at, parcel in self._plan.outgoing if begin < end else ():
-                if not begin <= parcel.tile < end:
-                    continue
-                offset, source = at * self._row * item, 2 * (parcel.tile - begin)
+            for owner, at, parcel in self._plan.outgoing if self._row else ():
+                offset, source = at * self._row * item, 2 * parcel.tile
                 for index, tensor in enumerate((self._key, self._value)):
                     stride = parcel.length * tensor.size(1) * tensor.size(3) * item
                     found += box.move(

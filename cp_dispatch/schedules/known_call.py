@@ -201,7 +201,7 @@ class _Backward(_Forward):
         key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
     ):  # fmt: skip
         super().__init__(job, keys, query, key, value, sums.box)
-        self._sent = sums.moves(0, 1)
+        self._sent = sums.moves()
         self._sent_numbers = sums.box.numbers(self._sent)
         self._arrived, home = sums.coming(), len(sums.own)
         self._places = sums.places(self._arrived)

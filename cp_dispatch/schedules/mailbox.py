@@ -62,7 +62,7 @@ class Mailbox:
         self, group: dist.ProcessGroup, stream: torch.cuda.Stream, size: int, name: str,
         steps: MutableSequence,
     ):  # fmt: skip
-        self._steps, self._marks = steps, [(name, step) for step in range(3)]
+        self._steps, self._marks = steps, [(name, step) for step in (OPENED, PUSHED)]
         self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
         self.side = stream
         self.device = stream.device
@@ -159,7 +159,7 @@ class Mailbox:
         there, here = self._flags(peers)
         taken = here.full if coming is None else self._here.of(coming).full
         self._is_quiet = False
-        self._steps.extend(self._marks[BEGUN:])
+        self._steps.append(self._marks[PUSHED])
         push_slabs(
             targets, sources, self._own, (), here.free, there.full, taken, self._stream,
             not ready_at_open,
@@ -174,15 +174,12 @@ class Mailbox:
         ready_at_open: bool = False,
         opens: bool = False,
         peers: Sequence[int] | None = None,
-        first: bool = True,
-        last: bool = True,
         then_wait: bool = False,
         opens_too: Mailbox | None = None,
     ) -> None:
         """As :meth:`push`, for moves that are the same at every call: numbers that :meth:`move`
         gave, one after the other. ``opens``: the call is :meth:`open` too, also of another box of
-        the same ranks and stream. Of several pushes the ``first`` waits for the rooms, the ``last``
-        tells that they are full. ``then_wait``: the call is :meth:`wait` too."""
+        the same ranks and stream. ``then_wait``: the call is :meth:`wait` too."""
         there, here = self._flags(peers)
         raise_first: list[int] = []
         if opens:
@@ -194,13 +191,9 @@ class Mailbox:
             self._steps.append(opens_too._marks[OPENED])
         if opens:
             self._steps.append(self._marks[OPENED])
-        if first:
-            self._steps.append(self._marks[BEGUN])
-        if last:
-            self._steps.append(self._marks[ENDED])
+        self._steps.append(self._marks[PUSHED])
         push_rows(
-            sources, self._own, moves, raise_first, here.free if first else (),
-            there.full if last else (), here.full if last else (), self._stream,
+            sources, self._own, moves, raise_first, here.free, there.full, here.full, self._stream,
             not ready_at_open, then_wait,
         )  # fmt: skip
         self._reading = None if then_wait else sources
@@ -251,7 +244,7 @@ class Mailbox:
             box._is_ahead = True
         for box in opens:
             self._steps.append(box._marks[OPENED])
-        self._steps += self._marks[BEGUN], self._marks[ENDED]
+        self._steps.append(self._marks[PUSHED])
         push_pair(first, second, self._own, numbers)
 
     def let_side_follow(self) -> None:
@@ -303,9 +296,9 @@ class Mailbox:
         join_streams(self._own, self._stream, True)
 
 
-#: What a call has done with a box, as boxes note down: told that others may write here, taken their
-#: word that they let this rank write, told that it has and taken theirs.
-OPENED, BEGUN, ENDED = range(3)
+#: What a call has done with a box, as boxes note down: told that others may write here; taken their
+#: word that they let this rank write, told that it has, and taken theirs.
+OPENED, PUSHED = range(2)
 
 
 def _memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:

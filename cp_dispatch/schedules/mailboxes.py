@@ -29,7 +29,7 @@ def mailbox(
 ) -> Mailbox | None:
     """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
     where there cannot be one. Every rank of the group must ask alike. ``steps`` are where it notes
-    down ``(name, OPENED)``, ``(name, BEGUN)`` and ``(name, ENDED)``.
+    down ``(name, OPENED)`` and ``(name, PUSHED)``.
 
     Mailboxes are held, so that there is one of each name; a larger one takes its place.
     """

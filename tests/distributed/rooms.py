@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.mailbox import BEGUN, ENDED, OPENED
+from cp_dispatch.schedules.mailbox import OPENED, PUSHED
 
 _PATIENCE = 10  # seconds
 
@@ -123,7 +123,7 @@ class Box:
     def push(self, targets, sources, peers=None, coming=None, ready_at_open=False) -> None:
         peers = self._peers if peers is None else peers
         coming = peers if coming is None else coming
-        self._note(BEGUN, ENDED)
+        self._note(PUSHED)
         self._take("free", peers)
         self._copy(targets, sources)
         self._raise("full", peers)
@@ -157,17 +157,16 @@ class Box:
         return [source, first, rows, self._memory[rank].data_ptr() + offset, stride]
 
     def push_rows(
-        self, sources, moves, ready_at_open=False, opens=False, peers=None, first=True, last=True,
-        then_wait=False, opens_too=None,
+        self, sources, moves, ready_at_open=False, opens=False, peers=None, then_wait=False,
+        opens_too=None,
     ) -> None:  # fmt: skip
         peers = self._peers if peers is None else peers
         if opens:
             self.open(peers)
         if opens_too is not None:
             opens_too.open()
-        if first:
-            self._note(BEGUN)
-            self._take("free", peers)
+        self._note(PUSHED)
+        self._take("free", peers)
         own = self._memory[self._rank].data_ptr()
         assert all(map(_is_slab, sources)), [x.stride() for x in sources]
         for i in range(0, len(moves), 5):
@@ -181,11 +180,9 @@ class Box:
                 if not own <= address < own + len(self._memory[self._rank]):
                     name = self._key[1], self._rank
                     self._rooms.sent[name] = self._rooms.sent.get(name, 0) + slab.nbytes
-        if last:
-            self._note(ENDED)
-            self._raise("full", peers)
-            self._take("full", peers)
-            self.is_unread, self.is_under_way = True, not then_wait
+        self._raise("full", peers)
+        self._take("full", peers)
+        self.is_unread, self.is_under_way = True, not then_wait
 
     def _assert_in_a_room(self, address: int, size: int) -> None:
         starts = [x.data_ptr() for x in self._memory]

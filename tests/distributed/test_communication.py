@@ -196,6 +196,22 @@ def test_gather_gathers_once_and_sends_shares_once(recorder, order, world_size, 
         assert [t.bytes for t in there if t.collective == "all_gather"] == forward.gathered
 
 
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_gather_of_values_of_another_dim_whose_gradients_are_wide(recorder, world_size):
+    """What ranks have not computed is as large as what others have; all begins at 16 bytes."""
+    problem = Problem(
+        batch=1, heads=1, length=2 * world_size, dim=5, value_dim=9, causal=True,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    with only("math"):
+        records = traffic(recorder, problem, world_size, schedule="gather")
+    for rank, (*both, plan) in enumerate(records):
+        assert plan.schedule == "mirrored_gather" and plan.gradient_itemsize == 4
+        for record, moves in zip(both, plan.transfers(rank), strict=True):
+            assert record.sent == [x.bytes for x in moves if x.collective == "all_to_all"]
+            assert record.gathered == [x.bytes for x in moves if x.collective == "all_gather"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads, key_heads", [(8, 4), (4, 1)])
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import cp_dispatch
+from cp_dispatch import decide
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.half_swap import Swap
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.mirrored_gather import shares_of, slots_before
-from tests.distributed.reference import Problem
-from tests.distributed.sharded import distribute
+from tests.distributed.calls import only
+from tests.distributed.reference import Problem, check, exact, one_device
+from tests.distributed.rooms import Rooms
+from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
 RANKS, HALF = 4, 4
@@ -47,6 +55,11 @@ def test_every_pair_is_computed_once_and_all_have_as_many(world_size, backward):
             seen = {key // (2 * HALF) for _, key in pairs(tile.query_spans, tile.key_spans, False)}
             slots = {owner for owner in range(world_size) if slots_before(geometry, rank, owner)}
             assert tile.key_start == 0 and seen <= slots
+        shards = {key // (2 * HALF) for x in computed for _, key in x}
+        plan = SimpleNamespace(geometry=geometry, world_size=world_size)
+        assert SCHEDULES["mirrored_gather"].blocks(plan, rank) == (len(shards), world_size)
+        if 2 * rank == world_size - 1:  # one tile of all its rows, and nobody to share them with
+            assert len(shares.own) == 1 and not shares.mirrors
         mirror = shares_of(geometry, world_size - 1 - rank, backward)
         assert [x.query_spans for x in shares.given] == [x.query_spans for x in mirror.mirrors]
     assert len(set(work)) == 1
@@ -69,13 +82,17 @@ def log(monkeypatch):
         found[dist.get_rank()].append("dK, dV")
         start(self, *args)
 
-    def computes(self, query, key, *args):
-        found[dist.get_rank()].append((query.size(2), key.size(2)))
-        return forward(self, query, key, *args)
+    def note(query, key, causal):
+        sizes = query.size(2), key.size(2)
+        found[dist.get_rank()].append((*sizes, "causal") if causal else sizes)
 
-    def computes_back(self, grad, query, key, *args):
-        found[dist.get_rank()].append((query.size(2), key.size(2)))
-        return backward(self, grad, query, key, *args)
+    def computes(self, query, key, value, mask, causal, *args):
+        note(query, key, causal)
+        return forward(self, query, key, value, mask, causal, *args)
+
+    def computes_back(self, grad, query, key, value, out, lse, mask, causal, *args):
+        note(query, key, causal)
+        return backward(self, grad, query, key, value, out, lse, mask, causal, *args)
 
     monkeypatch.setattr(Swap, "__init__", moves)
     monkeypatch.setattr(KeyShares, "start", shares)
@@ -98,17 +115,60 @@ def log(monkeypatch):
 def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
     """Each rank has a kernel left when it sends."""
     send, take, both = ("send", ""), ("", "take"), ("send", "take")
-    home = (SHARD, SHARD)
+    home, diagonal, full = (SHARD, SHARD, "causal"), (HALF, HALF, "causal"), (HALF, HALF)
     assert {rank: x[: x.index("backward")] for rank, x in log.items()} == {
-        0: [take, (HALF, HALF), (HALF, HALF), (HALF, 3 * SHARD), send, (HALF, HALF)],
+        0: [take, full, diagonal, (HALF, 3 * SHARD), send, diagonal],
         1: [both, home, (HALF, 2 * SHARD), both, (HALF, SHARD)],
         2: [both, home, (HALF, SHARD), both, (HALF, 2 * SHARD)],
         3: [send, home, take, (HALF, 3 * SHARD)],
     }
-    half, last = [(HALF, HALF)] * 2, ["dK, dV", (HALF, HALF)]
+    half, last = [diagonal] * 2, ["dK, dV", full]
     assert {rank: x[x.index("backward") + 1 :] for rank, x in log.items()} == {
         0: [take, *half, (HALF, 3 * SHARD), send, *last],
         1: [both, *half, (HALF, 2 * SHARD), both, (HALF, SHARD), *last],
         2: [both, *half, (HALF, SHARD), both, (HALF, 2 * SHARD), *last],
         3: [send, *half, take, (HALF, 3 * SHARD), *last],
     }
+
+
+def test_a_swap_holds_nothing_that_nobody_reads():
+    """Neither what it has sent, nor what came once it is released."""
+
+    def body(rank):
+        ring = Ring.of(dist.group.WORLD, torch.device("cpu"))
+        given = torch.full((1, SHARD, 2, 8), float(rank)).transpose(1, 2)
+        swap, sent = Swap(ring, (given,), HALF, HALF), weakref.ref(given)
+        del given
+        assert sent() is None
+        (rows,) = swap.wait()
+        assert rows.unique().item() == 1 - rank
+        came = weakref.ref(rows._base)
+        del rows
+        swap.release()
+        assert came() is None
+
+    run_threads(2, body)
+
+
+def test_rooms_are_shared_with_a_gather_that_balances_nothing(monkeypatch):
+    """Of the same shards, of which ranks then need others."""
+    rooms = Rooms(monkeypatch)
+    monkeypatch.setattr(
+        decide, "choose", lambda plan, wish, *_: replace(
+            plan, schedule="gather" if wish == "auto" else "mirrored_gather"
+        )
+    )  # fmt: skip
+    monkeypatch.setattr(decide, "_plans", {})
+    problem = Problem(batch=1, heads=2, length=SHARD * RANKS, dim=8, causal=True)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for wish in ("auto", "gather", "auto"):
+            with cp_dispatch.enabled(schedule=wish):
+                check(run_sharded(problem, tensors, mesh), want, alone)
+
+    with only("cpu_flash"):
+        run_threads(RANKS, body)
+    rooms.assert_all_was_read()

@@ -277,6 +277,22 @@ def test_nothing_on_all_ranks_that_share_rooms(rooms, batch, heads, mesh, other,
     rooms.assert_all_was_read()
 
 
+@pytest.mark.parametrize("kind", [None, "head-tail"])
+def test_a_gathers_keys_are_released_also_where_no_shares_follow(rooms, kind):
+    """Which would wait for whoever reads them anyway."""
+    problem = Problem(heads=2, length=64, dim=16, causal=True)
+    tensors, layout = problem.tensors(), balancers(64, 4, 1).get(kind)
+
+    def rank_body(rank):
+        with cp_dispatch.enabled(schedule="gather", layout=layout):
+            run_sharded(problem, tensors, init_device_mesh("cpu", (4,)), needs=(True, False, False))
+
+    with only("cpu_flash"):
+        run_threads(4, rank_body)
+    assert "keys" in rooms.used
+    rooms.assert_all_was_read()
+
+
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
 def test_ranks_without_keys(rooms, schedule):
     """A rank that owns no key has gradients of others'."""

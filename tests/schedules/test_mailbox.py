@@ -188,28 +188,26 @@ def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box._peers, box._there, box._here, box._all = (), none, none, (none, none)
     box.side, box.is_in_a_graph = mock.Mock(), False
     box._is_ahead, box._were_read, box.pulls = False, None, 0
-    box._steps, box._marks = steps, [(name, step) for step in range(3)]
+    box._steps, box._marks = steps, [(name, step) for step in range(2)]
     return box
 
 
 def test_steps_are_noted_down(monkeypatch):
-    """Of both boxes where a push to one opens the other; of a message in several pushes, once."""
+    """Of both boxes where a push to one opens the other."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: True)
     for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
         monkeypatch.setattr(mailbox, name, lambda *_: None)
     steps: list = []
     box, other = (without_peers(name, steps) for name in ("keys", "gradients"))
-    opened, begun, ended = (("keys", step) for step in range(3))
+    opened, pushed = (("keys", step) for step in range(2))
     here = functools.partial(box.push_here, None, None, None, (box, other))
     for step, noted in (
         (lambda: box.open(), [opened]),
-        (lambda: box.push([], []), [begun, ended]),
-        (lambda: box.push_rows([], [], opens=True, last=False), [opened, begun]),
-        (lambda: box.push_rows([], [], first=False, last=False), []),
-        (lambda: box.push_rows([], [], first=False), [ended]),
-        (lambda: box.push_rows([], [], opens_too=other), [("gradients", 0), begun, ended]),
-        (here, [opened, ("gradients", 0), begun, ended]),
+        (lambda: box.push([], []), [pushed]),
+        (lambda: box.push_rows([], [], opens=True), [opened, pushed]),
+        (lambda: box.push_rows([], [], opens_too=other), [("gradients", 0), pushed]),
+        (here, [opened, ("gradients", 0), pushed]),
     ):
         step()
         assert steps == noted
