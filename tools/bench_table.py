@@ -43,7 +43,8 @@ def table(record: dict) -> str:
             for b in backends
             if (key := (name, b, "fwd+bwd")) in cells
         ]
-        lines.append(f"| {name} | {' | '.join(kept)} | {' / '.join(extra)} MiB |")
+        memory = f"{' / '.join(extra)} MiB" if extra else ""
+        lines.append(f"| {name} | {' | '.join(kept)} | {memory} |")
     one = rows[0]
     heads, key_heads = one["heads"]
     lines += [
