@@ -203,7 +203,10 @@ def _sync() -> None:
         causal_bias.remove()
         graph_guards.override_goes()
     for part in (hf_masks, reentrant):  # of blocks
-        part.install(plain_context) if _contexts.in_use else part.remove()
+        if _contexts.in_use:
+            part.install(plain_context)
+        else:
+            part.remove()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
     compile_cache.tag(state if _installed else None)
 
