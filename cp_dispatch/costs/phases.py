@@ -93,7 +93,8 @@ def _mirrored_gather(model: Pieces, rank: int) -> float:
     geometry, backward = model.plan.geometry, model.backward
     mirror = model.plan.world_size - 1 - rank
     shares = shares_of(geometry, rank, backward)
-    back = model.push(geometry.query_length(rank) / 2 * model.output_row, "shift")
+    row = model.query_row if backward else model.output_row
+    back = model.push(geometry.query_length(rank) / 2 * row, "shift")
     late, copied = model.kernels(shares.late), 0.0
     if backward:
         # Shares of dK and dV that a rank sends, or that come to it, whichever are more.

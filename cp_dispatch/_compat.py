@@ -1,0 +1,622 @@
+"""Every private torch symbol that cp_dispatch uses, in one place.
+
+Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing else in the package
+may use a name that torch marks as private, but for ``Tensor._version``, which its docs name.
+"""
+
+import contextlib
+import functools
+import hashlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+
+# As kernels of torch's autograd: what is made below is no view of anything, so that users may write
+# to results in place.
+from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+from torch._C._dynamo.guards import _reinterpret_tensor as view_of
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack as outside_functorch,
+)
+from torch._subclasses import FakeTensor
+from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import (
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    RuntimeSchemaInfo,
+)
+from torch.distributed.tensor._ops.utils import (
+    generate_redistribute_costs,
+    register_op_strategy,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "CausalBiasDispatch",
+    "DTensorSpec",
+    "OpSchema",
+    "OpSpec",
+    "OpStrategy",
+    "PLAIN_KEYS",
+    "ReentrantForward",
+    "RuntimeSchemaInfo",
+    "Unflatten",
+    "add_check",
+    "add_subclass_rule",
+    "all_gather_single",
+    "argument_names",
+    "below_autograd",
+    "compiled_graphs",
+    "compiles_for_inductor",
+    "composite_kernel",
+    "count_traced",
+    "cudnn_logsumexp_ndim",
+    "current_raw_stream",
+    "disable_current_modes",
+    "dispatch_modes_are_on",
+    "dress",
+    "dtensor_spec",
+    "dynamo_traces",
+    "forget_resolved_kernels",
+    "functorch_is_active",
+    "fused_sdp_choice",
+    "generate_redistribute_costs",
+    "get_unwrapped",
+    "group_name",
+    "guard_trace",
+    "has_tangent",
+    "in_backward",
+    "is_capturing",
+    "is_fake",
+    "is_functorch_wrapped_tensor",
+    "is_tracing",
+    "keep_order_in_inductor",
+    "kernel_is_registered",
+    "leave_in_backward",
+    "leave_in_forward",
+    "local_tensor",
+    "local_tensor_mode",
+    "new_group_of_these",
+    "outside_functorch",
+    "plain_kernel",
+    "profiler_is_on",
+    "register_op_strategy",
+    "remove_subclass_rule",
+    "resolve_group",
+    "run_uncompiled",
+    "save_in_partitioners",
+    "save_in_traced_checkpoints",
+    "sdp_priority_order",
+    "set_plain_kernel",
+    "size_hint",
+    "skip_code",
+    "symmetric_memory",
+    "torch_context_parallel_is_on",
+    "varlen_ops",
+    "version_witness",
+    "view_of",
+    "withdraw",
+    "without_subclass",
+]
+
+
+# -- The dispatcher, autograd and kernels ----------------------------------------------------------
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD follows a tensor."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 and (
+        torch.autograd.forward_ad.unpack_dual(tensor, level=level).tangent is not None
+    )
+
+
+functorch_is_active = torch._C._are_functorch_transforms_active
+
+fused_sdp_choice = torch._fused_sdp_choice
+
+
+def in_backward() -> bool:
+    """Whether this thread is in the middle of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def sdp_priority_order() -> tuple[int, ...]:
+    """The order in which torch tries its SDPA backends, as ``sdpa_kernel(set_priority=True)``
+    leaves it."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+def composite_kernel(dispatch_key: str):
+    """Torch's own kernel of ``aten::scaled_dot_product_attention`` behind a dispatch key."""
+    return torch.library.get_kernel("aten::scaled_dot_product_attention", dispatch_key)
+
+
+def varlen_ops() -> list[str]:
+    """The ops behind ``torch.nn.attention.varlen`` that this torch has."""
+    try:
+        import torch.nn.attention.varlen  # noqa: F401  defines them
+    except ImportError:
+        return []
+    return [op for op in ("_varlen_attn", "_varlen_attn_out") if hasattr(torch.ops.torch_attn, op)]
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data that has a DTensor's version counter, also when that is gone."""
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:
+    """Let the Python dispatcher, which traces go by, look up an op's kernels anew; registering and
+    removing one does not. It would go on to a kernel of autograd's that is no longer there, whose
+    stand-in computes no gradients."""
+    op._dispatch_cache.clear()
+
+
+def argument_names(op: torch._ops.OpOverload) -> list[str]:
+    """The names of an op's arguments, in their order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def withdraw(library: torch.library.Library) -> None:
+    """Take out all that was registered with a library, now and not when it is collected."""
+    library._destroy()
+
+
+def kernel_is_registered(op: str, dispatch_key: str) -> bool:
+    """Whether an op has a kernel of its own for a dispatch key, not by way of an alias key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, dispatch_key)
+
+
+def dispatch_modes_are_on() -> bool:
+    """Whether anybody watches or replaces operators in this thread, as any trace does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def current_raw_stream(device: torch.device) -> int:
+    """The handle of a device's current stream; 0 on CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+#: Whether the current stream is captured by a CUDA graph, where CUDA is in use; as torch.cuda's
+#: own, which is one more function of Python.
+is_capturing: Callable[[], bool] = (
+    torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool
+)
+
+
+def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
+    """Let a higher-order op run ``rule`` where an argument is of a tensor subclass; a rule that
+    returns NotImplemented leaves the call to others."""
+    remove_subclass_rule(op, kind)
+    op.py_impl(kind)(rule)
+
+
+def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
+    """As before :func:`add_subclass_rule`."""
+    op.python_key_table.pop(kind, None)
+
+
+# Where a higher-order op's kernels for plain tensors are: with autograd, and in inference mode.
+PLAIN_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key):
+    """The kernel of a higher-order op behind one of ``PLAIN_KEYS``."""
+    return op.py_kernels[dispatch_key]
+
+
+def set_plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key, kernel) -> None:
+    """Put a kernel there, also where the op remembers the one before."""
+    op.py_kernels[dispatch_key] = kernel
+    op._dispatch_cache.clear()
+
+
+class StaticMethod:
+    """A static method of a class of torch's, for reading, replacing, restoring."""
+
+    def __init__(self, owner: type, name: str):
+        self._owner, self._name = owner, name
+        self._before = self._put = None
+
+    def get(self):
+        return getattr(self._owner, self._name)
+
+    def put(self, function) -> None:
+        self._before, self._put = self._owner.__dict__[self._name], function
+        setattr(self._owner, self._name, staticmethod(function))
+
+    def restore(self) -> None:
+        if self._put is not None and self.get() is self._put:
+            setattr(self._owner, self._name, self._before)
+        self._before = self._put = None
+
+
+class CausalBiasDispatch(StaticMethod):
+    """The function that ``CausalBias`` hands its calls to."""
+
+    def __init__(self):
+        super().__init__(CausalBias, "_dispatch")
+
+
+class ReentrantForward(StaticMethod):
+    """The forward of checkpoints with ``use_reentrant=True``: ``forward(ctx, function, preserve,
+    *args)``, whose backward calls ``function`` a second time."""
+
+    def __init__(self):
+        super().__init__(torch.utils.checkpoint.CheckpointFunction, "forward")
+
+
+@functools.cache
+def cudnn_logsumexp_ndim() -> int:
+    """Dims of the logsumexp that cuDNN attention returns: 4 with a trailing 1, or 3."""
+    query = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="meta")
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, query, query, None, True, 0.0, False, False
+    )
+    return out[1].dim()
+
+
+# -- Process groups, the memory that their ranks share, and DTensor --------------------------------
+
+# all_gather_into_tensor until torch 2.12, which deprecates that name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def new_group_of_these(ranks: Sequence[int], **options) -> dist.ProcessGroup:
+    """A group that its ranks make among themselves, whatever others do meanwhile.
+
+    Where ``init_process_group`` got a ``device_id``, ``new_group`` splits a communicator off that
+    of the world, which NCCL does with all its ranks together, also with local synchronization: a
+    stage of a pipeline would wait for another that waits for it.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device, apart = world.bound_device_id, len(ranks) < dist.get_world_size()
+    if apart:
+        world.bound_device_id = None
+    try:
+        with _named_by_ranks(ranks):
+            return dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        if apart:
+            world.bound_device_id = device
+
+
+_group_names = threading.local()
+
+
+@contextlib.contextmanager
+def _named_by_ranks(ranks: Sequence[int]):
+    """Inside, a group gets a name that follows from its ranks, by which they find each other.
+
+    Torch's name counts the groups that a rank is in, or on torch 2.14 has made, of which another
+    may have more: the ranks would wait for each other under two names. And there the count goes
+    up on these ranks alone, so that a later group of more ranks would have two names as well.
+    """
+    c10d = dist.distributed_c10d
+    if not hasattr(c10d._process_group_name, "of_cp_dispatch"):
+        c10d._process_group_name = _or_torchs_name(c10d._process_group_name)
+    text = "_".join(map(str, sorted(ranks)))
+    start = f"cp_dispatch_{hashlib.sha256(text.encode()).hexdigest()[:16]}_"
+    number = sum(name.startswith(start) for name in c10d._world.pg_names.values())
+    _group_names.wanted = f"{start}{number}"
+    try:
+        yield
+    finally:
+        _group_names.wanted = None
+
+
+def _or_torchs_name(torchs):
+    """For good, as threads make groups side by side: whoever wants no name of ours gets torch's."""
+
+    @functools.wraps(torchs)
+    def name(ranks, use_hashed_name):
+        return getattr(_group_names, "wanted", None) or torchs(ranks, use_hashed_name)
+
+    name.of_cp_dispatch = True
+    return name
+
+
+# Buffers that the ranks of a group address; None in a torch without them.
+try:
+    from torch._C._distributed_c10d import _SymmetricMemory as symmetric_memory
+except ImportError:
+    symmetric_memory = None
+
+#: Mesh, placements, global shape, strides and dtype of a DTensor, hashable.
+dtensor_spec: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
+
+#: This rank's shard of a DTensor, without autograd and without a collective. (Both are asked for
+#: many times a call, where a function of Python takes longer than what it does.)
+local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
+def dress(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """The DTensor of which ``local`` is this rank's part, a leaf, without the rest of the
+    constructor, which does nothing and takes longer."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which :func:`resolve_group` finds a group."""
+    return group.group_name
+
+
+class Unflatten(StaticMethod):
+    """The one by which compiled graphs make the DTensors that they return."""
+
+    def __init__(self):
+        super().__init__(DTensor, "__tensor_unflatten__")
+
+
+def local_tensor_mode() -> type | None:
+    """The class of torch's ``LocalTensorMode``, None where this torch has none."""
+    try:
+        from torch.distributed._local_tensor import LocalTensorMode
+    except ImportError:
+        return None
+    return LocalTensorMode
+
+
+def torch_context_parallel_is_on() -> bool:
+    """Whether torch's experimental context-parallel dispatcher handles SDPA at present."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+# -- Dynamo, fakes, traces and the graphs that come of them ----------------------------------------
+
+
+def skip_code(function) -> None:
+    """Let no frame of a function be compiled; it may still be traced as a part of another."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def run_uncompiled(function):
+    """A decorator for what torch calls from C++: neither it nor what it calls is compiled, though
+    it may be traced as a part of something else.
+
+    Where a graph broke, and in a backward inside a compiled function, dynamo compiles all Python
+    that runs, but for torch's own: a schedule in pieces, and saved tensors whose versions and
+    specs it does not know.
+    """
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def count_traced(functions) -> int:
+    """How many calls of these functions are in the graphs that dynamo makes at the moment."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    graphs = [tracer.graph for tracer in output.tracers]
+    graphs += [x.graph for x in output.nn_modules.values() if isinstance(x, torch.fx.GraphModule)]
+    return sum(node.target in functions for graph in graphs for node in graph.nodes)
+
+
+# Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
+without_subclass = torch._C.DisableTorchFunctionSubclass
+
+# Something where this thread is in the middle of a compilation by dynamo, else None. Every call
+# asks, so it is torch's own function.
+dynamo_traces = torch._guards.TracingContext.try_get
+
+
+def size_hint(size) -> int:
+    """A size's value in a trace, without a guard on it."""
+    node = getattr(size, "node", None)
+    return int(size) if node is None or not node.has_hint() else int(node.hint)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data and is not part of a graph that is being traced."""
+    return isinstance(tensor, FakeTensor)
+
+
+def compiles_for_inductor() -> bool:
+    """Whether this thread traces a graph that inductor will compile."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is None:
+        return False
+    return not isinstance(virtualized.V.fake_mode, virtualized.NullHandler)
+
+
+def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
+    """In a trace of a checkpointed region, keep what ``op`` has just returned for the backward.
+
+    For random numbers: where torch 2.13 recomputes them, it takes the meshes of DTensors for the
+    generator's states and fails.
+    """
+    node = _just_traced(op)
+    if node is not None and node.meta.get("recompute") is not None:
+        node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+
+def leave_in_backward(op: torch._ops.OpOverload) -> None:
+    """In a trace of a backward, keep the partitioner from moving the call of ``op`` that was just
+    made to the forward."""
+    node = _just_traced(op)
+    if node is not None:
+        node.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def leave_in_forward(op: torch._ops.OpOverload) -> None:
+    """In a trace of a backward, keep the partitioner from repeating the forward's calls of ``op``
+    there. In the trace of the forward it is too early: at its end torch tags all nodes anew."""
+    mode = get_proxy_mode()
+    for node in mode.tracer.graph.nodes if mode is not None else ():
+        if node.target is op and node.meta.get("partitioner_tag") == "is_forward":
+            node.meta["partitioner_tag"] = "must_be_in_forward"
+
+
+def _just_traced(op: torch._ops.OpOverload):
+    """The latest call of an op in the graph that is being traced, if any."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        for node in reversed(mode.tracer.graph.nodes):
+            if node.target is op:
+                return node
+    return None
+
+
+def keep_order_in_inductor(communicates) -> None:
+    """From now on, leave the ops of graphs of which ``communicates(op)`` in their order, among
+    themselves and among torch's collectives; inductor cares for these alone.
+
+    Stays: backwards are compiled when they first run. Where inductor is not at work, nothing.
+    """
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return
+    from torch._inductor import comms
+    from torch._inductor.dependencies import WeakDep
+
+    of_torch = comms.decide_global_ordering_of_comms
+    if getattr(of_torch, "is_of_cp_dispatch", False):
+        return
+
+    @functools.wraps(of_torch)
+    def decide_global_ordering_of_comms(nodes, *args):
+        nodes, last = of_torch(nodes, *args), None
+        for node in nodes:
+            is_own = communicates(getattr(node.node, "op_overload", None))
+            if not is_own and not comms.contains_collective(node):
+                continue
+            if last is not None and (is_own or last[1]):
+                # As torch chains its own: an order, which keeps no memory alive.
+                after = next(iter(node.get_buffer_names()))
+                for name in last[0].get_buffer_names():
+                    node.add_fake_dep(WeakDep(name, mutating_buf=after, is_fake=True))
+            last = node, is_own
+        return nodes
+
+    decide_global_ordering_of_comms.is_of_cp_dispatch = True
+    comms.decide_global_ordering_of_comms = decide_global_ordering_of_comms
+
+
+def save_in_partitioners(communicates) -> None:
+    """From now on, let no backward of a graph repeat ops of which ``communicates(op)``, but where a
+    checkpoint says so, as torch does with its own collectives.
+
+    Stays, as :func:`keep_order_in_inductor`.
+    """
+    from torch._functorch import partitioners
+
+    of_torch, choose = partitioners.force_save_collectives, partitioners.choose_saved_values_set
+    if getattr(of_torch, "is_of_cp_dispatch", False):
+        return
+
+    @functools.wraps(of_torch)
+    def force_save_collectives(joint_module):
+        of_torch(joint_module)
+        for node in joint_module.graph.nodes:
+            if communicates(node.target) and not partitioners.must_recompute(node):
+                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+
+    @functools.wraps(choose)
+    def choose_saved_values_set(*args, **kwargs):
+        saved = choose(*args, **kwargs)
+        # Where nothing else is left to choose from, torch names ops that have several results.
+        several = [node for node in saved if communicates(node.target) and not _is_one(node)]
+        parts = (x for node in several for x in node.users if x.target is operator.getitem)
+        return [*dict.fromkeys([*(x for x in saved if x not in several), *parts])]
+
+    force_save_collectives.is_of_cp_dispatch = True
+    partitioners.force_save_collectives = force_save_collectives
+    partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def _is_one(node) -> bool:
+    """Whether a node of a graph is a single tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def guard_trace(check, words: str, key: object) -> None:
+    """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
+    which gets the frame's locals, is true, and the sizes of DTensors that were constants are the
+    same. A second guard of an equal ``key`` changes nothing."""
+    context = dynamo_traces()
+    if context is None:
+        return
+
+    def create(builder, guard) -> None:
+        add_check(builder.guard_manager, check, words)
+        _guard_sizes(builder)
+
+    create.key = key
+    guards = context.guards_context.dynamo_guards
+    if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
+        guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def _guard_sizes(builder) -> None:
+    """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
+    DTensor is not: then some ranks would compile anew and others not."""
+    graph = builder.check_fn_manager.output_graph
+    # Export makes its guards of less, and nobody calls them.
+    for tracked in getattr(graph, "tracked_fakes", ()):
+        if not isinstance(tracked.fake, DTensor):
+            continue
+        # Constants, also those that were symbols until an op looked at them.
+        sizes = {i: int(n) for i, n in enumerate(tracked.fake.shape) if is_concrete_int(n)}
+
+        manager = builder.get_guard_manager_from_source(tracked.source)
+        manager.add_lambda_guard(
+            _has_sizes(sizes, len(tracked.fake.shape)),
+            [f"cp_dispatch: global sizes of {tracked.source}"],
+            None,
+        )
+
+
+def _has_sizes(sizes: dict[int, int], ndim: int):
+    """A guard that dims of a tensor have these sizes."""
+    if len(sizes) == ndim:  # every call asks
+        whole = torch.Size(sizes.values())
+        return lambda tensor: tensor.shape == whole
+
+    def check(tensor) -> bool:
+        shape = tensor.shape
+        return all(shape[i] == n for i, n in sizes.items())
+
+    return check
+
+
+def add_check(manager, check, words: str) -> None:
+    """Add ``check`` to the guards of a compiled graph."""
+    manager.root.add_lambda_guard(check, [words], None)
+
+
+def compiled_graphs():
+    """The guard managers of all graphs that dynamo keeps."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    for reference in convert.input_codes.seen if convert is not None else ():
+        code = reference()
+        if code is not None:
+            for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code):
+                yield entry.guard_manager
