@@ -23,6 +23,12 @@ def document_lengths(length: int, mean: int) -> list[int]:
     return lengths
 
 
+def document_ids(lengths: list[int], device) -> torch.Tensor:
+    """Of each position its document's number."""
+    numbers = torch.arange(len(lengths), device=device)
+    return torch.repeat_interleave(numbers, torch.tensor(lengths, device=device))
+
+
 def steps(inputs, grad, call):
     """A forward without gradients, and a forward with its backward, by the mode's name."""
 

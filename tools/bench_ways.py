@@ -7,7 +7,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from bench_problems import document_lengths
+from bench_problems import document_ids, document_lengths
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend
 
@@ -46,8 +46,7 @@ class Problem:
         """Which keys a row sees, causal within its document, ``(S, S)``."""
         if not self.documents:
             return None
-        lengths = torch.tensor(self.documents, device=self.device)
-        ids = torch.repeat_interleave(torch.arange(len(lengths), device=self.device), lengths)
+        ids = document_ids(self.documents, self.device)
         return (ids[:, None] == ids).tril_()
 
     def tensors(self, length: int) -> list[torch.Tensor]:

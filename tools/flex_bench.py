@@ -21,7 +21,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from bench_problems import document_lengths, rows
+from bench_problems import document_ids, document_lengths, rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -76,8 +76,7 @@ class Problem:
             return lambda b, h, q, k: q >= k
         if self.kind == "window":
             return lambda b, h, q, k: (q >= k) & (q - k < window)
-        lengths = torch.tensor(self.documents, device=self.device)
-        ids = torch.repeat_interleave(torch.arange(len(lengths), device=self.device), lengths)
+        ids = document_ids(self.documents, self.device)
         return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
 
     def tensors(self, length: int) -> list[torch.Tensor]:

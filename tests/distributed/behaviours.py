@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
+from cp_dispatch.backends import BACKENDS
 from tests.distributed.reference import FACTOR, KERNELS, Problem, with_gradients
 from tests.distributed.sharded import distribute
 
@@ -183,8 +184,8 @@ def half_overflows_alike(mesh, kernel: str) -> None:
 
 
 def overflowing(device, kernel: str, ranks: int):
-    """A problem, its tensors, and dV in float64, on one device, and as the sum of a float16 share
-    of each rank's rows, for that is what a kernel gives: here nothing else rounds as much.
+    """A problem, its tensors, and dV in float64, on one device, and, of a kernel that gives
+    float16, as the sum of a float16 share of each rank's rows: here nothing else rounds as much.
 
     Half of the output's gradient is huge and positive, so that the first keys of a causal call,
     which all rows see, get a dV beyond float16 and the last ones do not.
@@ -204,7 +205,8 @@ def overflowing(device, kernel: str, ranks: int):
             shares += with_gradients(problem.attend, *exactly, own)[3].half()
     with sdpa_kernel(KERNELS[kernel]):
         single = with_gradients(problem.attend, *tensors)[3]
-    return problem, tensors, want, single, shares.half()
+    narrow = BACKENDS[kernel].gradient_dtype(problem.dtype) is problem.dtype
+    return problem, tensors, want, single, *([shares.half()] if narrow else [])
 
 
 def value_gradient(problem: Problem, tensors, mesh) -> torch.Tensor:
@@ -213,12 +215,12 @@ def value_gradient(problem: Problem, tensors, mesh) -> torch.Tensor:
     return torch.autograd.grad(output, inputs, distribute(tensors[3], mesh, S2))[2].full_tensor()
 
 
-def overflows_alike(dv, want, single, shared) -> None:
+def overflows_alike(dv, want, single, *shared) -> None:
     limit = torch.finfo(torch.float16).max
     over, under = want > 1.01 * limit, want < 0.99 * limit
     assert over.any() and under.any()
     for x in (single, dv):
         assert (x[over] == torch.inf).all() and x[under].isfinite().all()
-    known = single, want.half(), shared
+    known = single, want.half(), *shared
     errors = [((x.double() - want)[under]).norm().item() for x in (dv, *known)]
     assert errors[0] <= FACTOR * max(errors[1:]), errors
