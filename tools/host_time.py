@@ -6,6 +6,9 @@
 The tensors are so small that the device does next to nothing: on CUDA the time between two calls is
 the host's, taken without a synchronization in between; on CPU the kernels and gloo count too, which
 "kernels alone" and a fake group (--fake) show. Medians over the calls, of the slowest rank.
+
+A backward goes to a thread of autograd's and back once, however many attentions it holds: "one of a
+chain" is the time of one attention, forward and backward, in a chain of 8, as in a model.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cp_dispatch
 
-MODES = "forward", "both", "both_one_thread"
+MODES = "forward", "both", "both_one_thread", "both_of_chain"
+CHAIN = 8
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -66,6 +70,10 @@ class Case:
         self.plain = [sharded(False) for _ in range(3)]
         self.leaves = [sharded(True) for _ in range(3)]
         self.grad = sharded(False)
+        self.pairs = [[sharded(True), sharded(True)] for _ in range(CHAIN)]
+        self.shard_pairs = [
+            [x.to_local().detach().requires_grad_() for x in pair] for pair in self.pairs
+        ]
         self.shards = [x.to_local().detach() for x in self.plain]
         self.shard_leaves = [x.clone().requires_grad_() for x in self.shards]
 
@@ -82,6 +90,19 @@ class Case:
     def local_both(self):
         output = F.scaled_dot_product_attention(*self.shard_leaves, is_causal=True)
         return torch.autograd.grad(output, self.shard_leaves, self.shards[0])
+
+    def chain(self):
+        return self._chain(self.leaves[0], self.pairs, self.grad)
+
+    def local_chain(self):
+        return self._chain(self.shard_leaves[0], self.shard_pairs, self.shards[0])
+
+    @staticmethod
+    def _chain(query, pairs, grad):
+        output = query
+        for key, value in pairs:
+            output = F.scaled_dot_product_attention(output, key, value, is_causal=True)
+        return torch.autograd.grad(output, [query, *sum(pairs, [])], grad)
 
 
 def measure(call, args) -> float:
@@ -168,27 +189,29 @@ def main() -> None:
         "rank, us a call"
     )
     tell(
-        f"| {'':36} | forward | forward + backward | same, no autograd threads |\n|---|---|---|---|"
+        f"| {'':36} | forward | forward + backward | same, no autograd threads | one of a chain |\n"
+        "|---|---|---|---|---|"
     )
 
     def timed(name: str, *calls) -> None:
         cells = {}
-        for mode, call, threads in zip(MODES, calls, (True, True, False), strict=True):
-            torch.autograd.set_multithreading_enabled(threads)
-            cells[mode] = measure(call, args) * 1e6
+        threads = True, True, False, True
+        for mode, call, threaded in zip(MODES, calls, threads, strict=True):
+            torch.autograd.set_multithreading_enabled(threaded)
+            cells[mode] = measure(call, args) * 1e6 / (CHAIN if mode == "both_of_chain" else 1)
         torch.autograd.set_multithreading_enabled(True)
         record["rows"].append({"name": name, **cells})
         tell(f"| {name:36} | {' | '.join(f'{x:.0f}' for x in cells.values())} |", flush=True)
 
     only = sdpa_kernel(KERNELS[args.kernel]) if args.device == "cuda" else contextlib.nullcontext()
     with only:
-        timed("kernels alone, local", case.local, case.local_both, case.local_both)
+        timed("kernels alone, local", case.local, *[case.local_both] * 2, case.local_chain)
         for name, way in candidates(args, mesh.size()):
             if args.only and not any(part in name for part in args.only):
                 continue
             try:
                 with way:
-                    timed(name, case.forward, case.both, case.both)
+                    timed(name, case.forward, *[case.both] * 2, case.chain)
             except Exception as error:
                 # On every rank alike: torch's has no CPU kernel, for one.
                 tell(
