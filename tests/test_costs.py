@@ -429,7 +429,7 @@ head-tail, nodes of 2
 ring                      32014  84335 us   774  1536 MiB
 gather                    30017  76058 us  1158  2304 MiB
 one_call                  31595  81927 us  1604  3072 MiB
-ulysses                   33668  77440 us   520   706 MiB
+ulysses                   33658  77440 us   520   706 MiB
 hybrid:2:ring             31500  80216 us  1294  1090 MiB
 gather+ulysses            30017  77440 us  1158   706 MiB""",
     )

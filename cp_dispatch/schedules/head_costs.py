@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -70,6 +71,49 @@ def joins(geometry: Geometry | RowGeometry, stage: tuple[Share, ...], key_heads:
     return one_side(geometry) and not are_shared(stage, key_heads)
 
 
+class Deal(NamedTuple):
+    """How a call by heads goes, as its shapes tell.
+
+    Attributes:
+        lengths: of queries (False) and of keys (True), rows of each rank of the group.
+        one_side: see :func:`one_side`.
+        stages: the shares of all ranks, stage by stage.
+        heads: ``[stage][of keys]``: each rank's heads.
+        key_grad_dtype: see there.
+        joins: see there.
+        are_shared: see there.
+    """
+
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    one_side: bool
+    stages: tuple[tuple[Share, ...], ...]
+    heads: tuple[tuple[tuple[Span, ...], tuple[Span, ...]], ...]
+    key_grad_dtype: torch.dtype
+    joins: bool
+    are_shared: bool
+
+
+@functools.lru_cache(maxsize=256)
+def deal(
+    geometry: Geometry | RowGeometry, first: int, ranks: int, batch: int,
+    shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, backward: bool,
+) -> Deal:  # fmt: skip
+    """Of the group of ``ranks`` ranks from ``first`` on; ``shapes`` as for :func:`stages`."""
+    (heads, _), (key_heads, _), _ = shapes
+    members = range(first, first + ranks)
+    count = stages(geometry, batch, shapes, dtype, ranks, backward)
+    shares = head_shares(heads, key_heads, ranks, count)
+    return Deal(
+        (tuple(map(geometry.query_length, members)), tuple(map(geometry.key_length, members))),
+        one_side(geometry),
+        shares,
+        tuple((tuple(x.query for x in s), tuple(x.key for x in s)) for s in shares),
+        key_grad_dtype(shares[0], key_heads, dtype),
+        joins(geometry, shares[0], key_heads),
+        are_shared(shares[0], key_heads),
+    )
+
+
 class Messages:
     """The messages of one rank of a plan with a schedule by heads, forward or backward."""
 
@@ -81,16 +125,10 @@ class Messages:
         first = rank // ranks * ranks
         self._rank, self.group = rank - first, rank // ranks
         self._batch = plan.shards[0][0]
-        members = range(first, first + ranks)
-        self._lengths = {
-            False: tuple(geometry.query_length(r) for r in members),
-            True: tuple(geometry.key_length(r) for r in members),
-        }
-        self._one_side = one_side(geometry)
         heads, key_heads = plan.shards[0][1], plan.shards[1][1]
         shapes = tuple(zip((heads, key_heads, key_heads), self._dims, strict=True))
-        count = stages(geometry, self._batch, shapes, plan.dtype, ranks, backward)
-        self.stages = head_shares(heads, key_heads, ranks, count)
+        found = deal(geometry, first, ranks, self._batch, shapes, plan.dtype, backward)
+        self._lengths, self._one_side, self.stages = found.lengths, found.one_side, found.stages
 
     def key_grad_dtype(self, stage) -> torch.dtype:
         return key_grad_dtype(stage, self.plan.shards[1][1], self.plan.dtype)
@@ -102,7 +140,7 @@ class Messages:
         out = backend.output_dtype(dtype), value_dim
         rows, keys = [(dtype, dim)], [(dtype, dim), (dtype, value_dim)]
         names = "query"
-        back = [("output", [out], [], False), ("logsumexp", [self._lse], [], False)]
+        back = [("output, logsumexp", [out, self._lse], [], False)]
         if self._backward:
             rows += [out, out, self._lse]
             names = "query, its output, gradient and logsumexp"

@@ -34,15 +34,10 @@ from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import alone, gathered, half_swap, head_costs
 from cp_dispatch.schedules.comm import SubRing
 from cp_dispatch.schedules.gradients import mask_gradient
-from cp_dispatch.schedules.head_shares import Segment, Share, grouped, head_shares, true_order
+from cp_dispatch.schedules.head_moves import moves_of, runs_of
+from cp_dispatch.schedules.head_shares import Segment, Share, grouped, true_order
 from cp_dispatch.schedules.job import Job
-from cp_dispatch.schedules.pushed_heads import (
-    MOST_COPIES,
-    PushedHomeward,
-    PushedOutward,
-    moves_of,
-    runs_of,
-)
+from cp_dispatch.schedules.pushed_heads import MOST_COPIES, PushedHomeward, PushedOutward
 from cp_dispatch.schedules.ranges import part
 from cp_dispatch.schedules.wire import Homeward, Outward, Part, wire
 
@@ -82,17 +77,16 @@ class Heads:
                 out, lse = team.schedule.forward(own, *parts)
                 outs.append(out)
                 lses.append(lse.unsqueeze(-1))
-            return [[(outs, False)], [(lses, False)]]
+            return [[(outs, False), (lses, False)]]
 
         output = logsumexp = None
-        for out, lse in team.run("heads", (query,), (key, value), compute):
+        for (going,) in team.run("heads", (query,), (key, value), compute):
             if output is None:  # not before, when most is under way
                 dtype = job.backend.output_dtype(query.dtype)
                 output = token_major(*query.shape[:3], value.size(-1), like=query, dtype=dtype)
                 dtype = job.backend.logsumexp_dtype(query.dtype)
                 logsumexp = query.new_empty((*query.shape[:3], 1), dtype=dtype)
-            out.wait(output)
-            lse.wait(logsumexp)
+            going.wait(output, logsumexp)
         return output, logsumexp.squeeze(-1)
 
     def backward(
@@ -176,23 +170,18 @@ class _Team:
         self._job, self._device = job, query.device
         everyone = ranks == ring.world_size
         self._ring = ring if everyone else SubRing(ring, range(first, first + ranks))
-        self._batch, heads, key_heads = query.size(0), query.size(1), key.size(1)
-        members = range(first, first + ranks)
-        self._lengths = {
-            False: tuple(geometry.query_length(r) for r in members),
-            True: tuple(geometry.key_length(r) for r in members),
-        }
-        self._one_side = head_costs.one_side(geometry)
-        shapes = tuple((x.size(1), x.size(-1)) for x in (query, key, value))
-        count = head_costs.stages(geometry, self._batch, shapes, query.dtype, ranks, backward)
-        self._stages = head_shares(heads, key_heads, ranks, count)
-        self.key_grad_dtype = head_costs.key_grad_dtype(self._stages[0], key_heads, key.dtype)
-        self.joins = head_costs.joins(geometry, self._stages[0], key_heads)
+        self._batch = query.size(0)
+        shapes = tuple((x.size(1), x.size(3)) for x in (query, key, value))
+        deal = head_costs.deal(geometry, first, ranks, self._batch, shapes, query.dtype, backward)
+        self._lengths, self._one_side, self._stages, self._heads = deal[:4]
+        self.key_grad_dtype, self.joins = deal.key_grad_dtype, deal.joins
+        # One stage's messages have nothing to be hidden behind.
+        self._at_once = self._one_side and len(self._stages) == 1
         # A kernel would round a rank's share of a head's gradient, of which there are several, once
         # more than on one device: it gets every query head its own key head, to be added up wide.
         self.repeats_keys = (
             everyone
-            and head_costs.are_shared(self._stages[0], key_heads)
+            and deal.are_shared
             and job.backend.gradient_dtype(key.dtype) is not self.key_grad_dtype
         )
         # The sequence of the groups, and this rank's place in it.
@@ -236,26 +225,24 @@ class _Team:
         return [self._outward(number, rows, False), self._outward(number, keys, True)]
 
     def _outward(self, number: int, dealt, keys_rows: bool) -> Outward | PushedOutward:
-        stage, tensors = self._stages[number], [x for x, _ in dealt]
-        spans = tuple(x.query for x in stage), tuple(x.key for x in stage)
-        parts = tuple(Part(x.dtype, x.size(-1), spans[of_key]) for x, of_key in dealt)
+        heads, tensors = self._heads[number], [x for x, _ in dealt]
+        parts = tuple(Part(x.dtype, x.size(3), heads[of_key]) for x, of_key in dealt)
         box, moves = self._mailbox(self._room(number, keys_rows), True, parts, keys_rows)
         if box is not None:
-            return PushedOutward(self._ring, box, moves, parts, tensors)
+            return PushedOutward(self._ring, box, moves, parts, tensors, self._at_once)
         shape = wire(self._batch, self._lengths[keys_rows], self._rank, parts)
         return Outward(self._ring, shape, tensors, self._order(keys_rows))
 
     def _home(self, number: int, which: int, results) -> Homeward | PushedHomeward:
-        stage, pieces = self._stages[number], [x for x, _ in results]
-        spans = tuple(x.query for x in stage), tuple(x.key for x in stage)
+        heads, pieces = self._heads[number], [x for x, _ in results]
         parts = tuple(
-            Part(self.key_grad_dtype if of_key else x.dtype, x.size(-1), spans[of_key])
+            Part(self.key_grad_dtype if of_key else x.dtype, x.size(3), heads[of_key])
             for (x, *_), of_key in results
         )
         of_keys = results[0][1]
         box, moves = self._mailbox(self._room_home(number, which), False, parts, of_keys)
         if box is not None:
-            return PushedHomeward(self._ring, box, moves, parts, pieces)
+            return PushedHomeward(self._ring, box, moves, parts, pieces, self._at_once)
         shape = wire(self._batch, self._lengths[of_keys], self._rank, parts)
         return Homeward(self._ring, shape, pieces, self._order(of_keys))
 

@@ -224,7 +224,7 @@ def collect(parts: Sequence[Part], pairs, results: Sequence[Tensor]) -> None:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]], index: Tensor | None = None) -> None:
-    """Each first tensor from the second; with an index along the rows, dim 2."""
+    """Each first tensor from the second; with an index along the rows, dim 2 of 4."""
     pairs = [(target, source) for target, source in pairs if target.numel()]
     if not pairs:
         return

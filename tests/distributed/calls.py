@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import sdpa_kernel
 
 import cp_dispatch
+from cp_dispatch.schedules import head_costs
 from tests.distributed.reference import (
     KERNELS,
     Mask,
@@ -289,3 +290,9 @@ def extremes(problem: Problem) -> dict[str, Case]:
     )
     cases["zero batch decode"] = Case(replace(problem, batch=0), (R,), {"key_placements": (S2,)})
     return cases
+
+
+def in_stages(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    """Heads go in so many stages, where they allow it, however short the shards."""
+    monkeypatch.setattr(head_costs, "_wanted", lambda *_: stages)
+    monkeypatch.setattr(head_costs, "deal", head_costs.deal.__wrapped__)  # which remembers
