@@ -110,6 +110,7 @@ class Moves:
     def __init__(self, rank: int, outward: bool, batch: int, lengths, runs: Runs, parts):
         self._rank, self._outward, self._parts, self._runs = rank, outward, parts, runs
         self._length = lengths[rank]
+        self._is_one_run = all(len(row[rank]) == 1 for row in runs)
         ranks = range(len(lengths))
         if outward:
             total = sum(lengths)
@@ -148,14 +149,18 @@ class Moves:
         for tensor, part, is_packed in zip(tensors, self._parts, thin, strict=True):
             if is_packed:
                 found.append(tensor.flatten(0, 2)[None])
+            elif not self._outward and part.dim > 1:
+                found += (tensor,) if len(self._runs) == 1 else tensor.split(1)
             elif not self._outward:
-                found += tensor if part.dim == 1 else tensor.split(1)
+                found += tensor.unbind()
             elif part.dim == 1:
-                found += (row.narrow(0, *heads) for row in tensor for heads in part.heads)
+                found += (row.narrow(0, *heads) for row in tensor.unbind() for heads in part.heads)
+            elif self._is_one_run:
+                found += tensor.unbind()
             else:
                 found += (
-                    row if run.length == self._length else row.narrow(0, run.own, run.length)
-                    for row, runs in zip(tensor, self._runs, strict=True)
+                    row.narrow(0, run.own, run.length)
+                    for row, runs in zip(tensor.unbind(), self._runs, strict=True)
                     for run in runs[self._rank]
                 )
         return found

@@ -23,6 +23,7 @@ while one is computed the next comes and the one before goes home.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.head_moves import moves_of, runs_of
 from cp_dispatch.schedules.head_shares import Segment, Share, grouped, true_order
 from cp_dispatch.schedules.job import Job
+from cp_dispatch.schedules.known_heads import KnownHeads
 from cp_dispatch.schedules.pushed_heads import MOST_COPIES, PushedHomeward, PushedOutward
 from cp_dispatch.schedules.ranges import part
 from cp_dispatch.schedules.wire import Homeward, Outward, Part, wire
@@ -154,6 +156,12 @@ class Heads:
         """What a plan with this schedule moves on a rank."""
         return head_costs.Messages(self, plan, rank, backward)
 
+    @property
+    def KnownCalls(self):  # noqa: N802  as modules name theirs
+        """See :mod:`cp_dispatch.schedules.known_heads`; of a hybrid, whose parts are schedules of
+        their own, nothing is known."""
+        return None if self.ranks else functools.partial(KnownHeads, functools.partial(_Team, self))
+
     transfers = head_costs.transfers
     extra_bytes = head_costs.extra_bytes
     blocks = head_costs.blocks
@@ -225,8 +233,8 @@ class _Team:
         return [self._outward(number, rows, False), self._outward(number, keys, True)]
 
     def _outward(self, number: int, dealt, keys_rows: bool) -> Outward | PushedOutward:
-        heads, tensors = self._heads[number], [x for x, _ in dealt]
-        parts = tuple(Part(x.dtype, x.size(3), heads[of_key]) for x, of_key in dealt)
+        tensors = [x for x, _ in dealt]
+        parts = self._parts(number, ((x.dtype, x.size(3), of_key) for x, of_key in dealt))
         box, moves = self._mailbox(self._room(number, keys_rows), True, parts, keys_rows)
         if box is not None:
             return PushedOutward(self._ring, box, moves, parts, tensors, self._at_once)
@@ -234,17 +242,40 @@ class _Team:
         return Outward(self._ring, shape, tensors, self._order(keys_rows))
 
     def _home(self, number: int, which: int, results) -> Homeward | PushedHomeward:
-        heads, pieces = self._heads[number], [x for x, _ in results]
-        parts = tuple(
-            Part(self.key_grad_dtype if of_key else x.dtype, x.size(3), heads[of_key])
+        pieces = [x for x, _ in results]
+        dealt = (
+            (self.key_grad_dtype if of_key else x.dtype, x.size(3), of_key)
             for (x, *_), of_key in results
         )
+        parts = self._parts(number, dealt)
         of_keys = results[0][1]
         box, moves = self._mailbox(self._room_home(number, which), False, parts, of_keys)
         if box is not None:
             return PushedHomeward(self._ring, box, moves, parts, pieces, self._at_once)
         shape = wire(self._batch, self._lengths[of_keys], self._rank, parts)
         return Homeward(self._ring, shape, pieces, self._order(of_keys))
+
+    def _parts(self, number: int, dealt) -> tuple[Part, ...]:
+        """Of ``(dtype, dim, whether it has the keys' heads)``."""
+        heads = self._heads[number]
+        return tuple(Part(dtype, dim, heads[of_key]) for dtype, dim, of_key in dealt)
+
+    def only_messages(self, there, home):
+        """Whether the kernel is causal, and ``(box, moves, parts)`` of what goes out and of what
+        comes home, as for :meth:`_parts`, where that and one kernel call is all of the call; else
+        None. After a call, which has made the rooms."""
+        tiles = self._across.geometry.tiles_of(0, 0, self._job.batch_start, self._batch)
+        is_one = self._at_once and self.joins and not self.repeats_keys and len(tiles) == 1
+        share = self._stages[0][self._rank]
+        if not is_one or tiles[0].row is not None or len(share.segments) > 1:
+            return None
+        found = []
+        for name, outward, dealt in (
+            (self._room(0, False), True, there), (self._room_home(0, 0), False, home)
+        ):  # fmt: skip
+            parts = self._parts(0, dealt)
+            found.append((*self._mailbox(name, outward, parts, False), parts))
+        return None if found[0][0] is None else (tiles[0].causal, *found)
 
     def _mailbox(self, name: str, outward: bool, parts: tuple[Part, ...], of_keys: bool):
         """A box for a message and how it moves; None where copy engines cannot carry it."""

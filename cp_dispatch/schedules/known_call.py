@@ -32,8 +32,10 @@ from cp_dispatch.schedules.prefix_keys import PushedPrefixes, prefix_keys
 from cp_dispatch.schedules.prefix_plan import gradient_parcels, prefixes_of
 
 
-class KnownCalls:
-    """The forward and the backward of one job, for tensors of the kind that came last."""
+class Known:
+    """The forward and the backward of one job, for tensors of the kind that came last. What they
+    are made of is for schedules to say: ``learn_forward`` and ``learn_backward``, which follow a
+    call that went the whole way, and has made the rooms."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -42,7 +44,7 @@ class KnownCalls:
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """Output and logsumexp of query, key and value; None where the call has to go the whole
-        way, after which :meth:`learn_forward` may know it."""
+        way, after which ``learn_forward`` may know it."""
         way = self._way(0, tensors)
         return None if way is None else way(*tensors)
 
@@ -51,28 +53,6 @@ class KnownCalls:
         way = self._way(1, tensors)
         return None if way is None else way(*tensors)
 
-    def learn_forward(self, *tensors: Tensor) -> None:
-        """After a call that went the whole way, and has made the rooms."""
-        if not self._may_learn(0, tensors):
-            return
-        keys = self._prefixes(*tensors)
-        way = None if keys is None else _Forward(self._job, keys, *tensors)
-        self._keep(0, tensors, way, None if keys is None else keys.box)
-
-    def learn_backward(self, *tensors: Tensor) -> None:
-        """As :meth:`learn_forward`, after a backward with gradients of keys."""
-        if not self._may_learn(1, tensors):
-            return
-        way = box = None
-        keys = self._prefixes(*tensors[:4])
-        if keys is not None:
-            job, (_, _, key, value, *_) = self._job, tensors
-            dtype = job.backend.gradient_dtype(key.dtype)
-            sums = KeyShares(key, value, job.geometry, job.ring, dtype, gradient_parcels)
-            box = sums.box
-            way = None if box is None else _Backward(job, keys, sums, *tensors)
-        self._keep(1, tensors, way, box)
-
     def _may_learn(self, index: int, tensors: Sequence[Tensor]) -> bool:
         if _is_captured(tensors[0]):
             return False
@@ -80,14 +60,10 @@ class KnownCalls:
         kind, reference = self._found[index]
         return reference is not None or kind != _kind(tensors)
 
-    def _prefixes(self, *tensors: Tensor) -> PushedPrefixes | None:
-        """Where keys come, if kernels take the tensors as they are and peers write to rooms."""
-        *_, key, value = tensors
+    def _are_plain(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether kernels take them as they are."""
         pad = self._job.backend.pad
-        if any(0 in x.shape or pad(x) is not x for x in tensors):
-            return None
-        found = prefix_keys(key, value, self._job.geometry, self._job.ring)
-        return found if isinstance(found, PushedPrefixes) else None
+        return all(0 not in x.shape and pad(x) is x for x in tensors)
 
     def _keep(self, index: int, tensors: Sequence[Tensor], way, box: Mailbox | None) -> None:
         reference = None
@@ -104,6 +80,40 @@ class KnownCalls:
         if way is None or not way.is_current or kind != _kind(tensors) or _is_captured(tensors[0]):
             return None
         return way
+
+
+class KnownCalls(Known):
+    """Of ``one_call``."""
+
+    def learn_forward(self, *tensors: Tensor) -> None:
+        """See :class:`Known`."""
+        if not self._may_learn(0, tensors):
+            return
+        keys = self._prefixes(*tensors)
+        way = None if keys is None else _Forward(self._job, keys, *tensors)
+        self._keep(0, tensors, way, None if keys is None else keys.box)
+
+    def learn_backward(self, *tensors: Tensor) -> None:
+        """See :class:`Known`; of a backward with gradients of keys."""
+        if not self._may_learn(1, tensors):
+            return
+        way = box = None
+        keys = self._prefixes(*tensors[:4])
+        if keys is not None:
+            job, (_, _, key, value, *_) = self._job, tensors
+            dtype = job.backend.gradient_dtype(key.dtype)
+            sums = KeyShares(key, value, job.geometry, job.ring, dtype, gradient_parcels)
+            box = sums.box
+            way = None if box is None else _Backward(job, keys, sums, *tensors)
+        self._keep(1, tensors, way, box)
+
+    def _prefixes(self, *tensors: Tensor) -> PushedPrefixes | None:
+        """Where keys come, if kernels take the tensors as they are and peers write to rooms."""
+        *_, key, value = tensors
+        if not self._are_plain(tensors):
+            return None
+        found = prefix_keys(key, value, self._job.geometry, self._job.ring)
+        return found if isinstance(found, PushedPrefixes) else None
 
 
 def _is_captured(tensor: Tensor) -> bool:

@@ -60,14 +60,7 @@ class PushedOutward(_Pushed):
         self, ring: Ring, box, moves: Moves, parts: tuple[Part, ...], tensors, at_once: bool
     ):
         super().__init__(ring, box, moves, at_once)
-        thin = tuple(_is_thin(part, x) for part, x in zip(parts, tensors, strict=True))
-        packed = iter(_packed([x for x in zip(tensors, parts, thin, strict=True) if x[2]]))
-        rows = [
-            next(packed) if is_thin else
-            x[..., 0].contiguous() if part.dim == 1 else rows_for([x])[0]
-            for part, x, is_thin in zip(parts, tensors, thin, strict=True)
-        ]  # fmt: skip
-        self._push(rows, thin)
+        self._push(*prepared(parts, tensors))
 
     def wait(self) -> list[Tensor]:
         """All rows of own heads, ``(B, heads, S, dim)``, in the order of kernels."""
@@ -113,6 +106,19 @@ class PushedHomeward(_Pushed):
             ]
         collect(parts, pairs, results)
         self._box.release()
+
+
+def prepared(parts: Sequence[Part], tensors: Sequence[Tensor]):
+    """Tensors ``(B, H, S, dim)`` that go out, as :meth:`Moves.sources` takes them, and which of
+    them are packed."""
+    thin = tuple(_is_thin(part, x) for part, x in zip(parts, tensors, strict=True))
+    packed = iter(_packed([x for x in zip(tensors, parts, thin, strict=True) if x[2]]))
+    rows = [
+        next(packed) if is_thin else
+        x[..., 0].contiguous() if part.dim == 1 else rows_for([x])[0]
+        for part, x, is_thin in zip(parts, tensors, thin, strict=True)
+    ]  # fmt: skip
+    return rows, thin
 
 
 def _is_thin(part: Part, tensor: Tensor) -> bool:

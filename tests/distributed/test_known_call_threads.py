@@ -1,4 +1,5 @@
-"""Known calls of ``one_call`` beside ranks that go the whole way, errors and new rooms."""
+"""Known calls of ``one_call`` and of heads, beside ranks that go the whole way, after errors and in
+new rooms."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
+from cp_dispatch import HeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.schedules import known_call
 from cp_dispatch.schedules.known_call import KnownCalls
@@ -26,16 +28,17 @@ def rooms(monkeypatch):
     monkeypatch.setattr(CpuFlash, "takes_prefixes", True)
     monkeypatch.setattr(CpuFlash, "prefix_forward", prefix_forward)
     monkeypatch.setattr(CpuFlash, "prefix_backward", prefix_backward)
-    return Rooms(monkeypatch)
+    rooms = Rooms(monkeypatch)
+    rooms.most_views = 64  # what is known is one
+    return rooms
 
 
 class Case:
     """A problem and its results, made before ranks run: switches of kernels are the process's."""
 
-    def __init__(self, length: int, batch: int = 1):
-        self.problem = Problem(
-            batch=batch, heads=4, key_heads=2, length=length, dim=16, causal=True
-        )
+    def __init__(self, length: int, batch: int = 1, schedule: str = "one_call", **how):
+        fields = {"heads": 4, "key_heads": 2, "dim": 16, "causal": True} | how
+        self.problem, self.schedule = Problem(batch=batch, length=length, **fields), schedule
         self.tensors = self.problem.tensors()
         self.want = exact(self.problem, self.tensors)
         self.alone = one_device(self.problem, self.tensors, "cpu_flash")
@@ -44,12 +47,15 @@ class Case:
 class Calls:
     """The same problem on a rank, again and again."""
 
-    def __init__(self, case: Case, rank: int, world_size: int):
+    def __init__(self, case: Case, rank: int, world_size: int, layout=None):
         self.problem, self.tensors, self.want = case.problem, case.tensors, case.want
-        self.alone = case.alone
+        self.alone, self.schedule = case.alone, case.schedule
         self.rank, self.mesh = rank, init_device_mesh("cpu", (world_size,))
+        self.layout = layout
 
     def shard(self, tensor: torch.Tensor, token_major: bool) -> DTensor:
+        if self.layout is not None:
+            tensor = tensor.index_select(2, self.layout.indices[0])
         own = tensor.chunk(self.mesh.size(), 2)[self.rank].clone()
         if token_major:
             own = own.transpose(1, 2).contiguous().transpose(1, 2)
@@ -62,10 +68,15 @@ class Calls:
         """Output and gradients of the whole sequence."""
         *inputs, grad = (self.shard(x, token_major) for x in self.tensors)
         inputs = [x.requires_grad_() for x in inputs]
-        with cp_dispatch.enabled(schedule="one_call"):
+        with cp_dispatch.enabled(schedule=self.schedule, layout=self.layout):
             output = self.problem.attend(*inputs)
             grads = torch.autograd.grad(output, inputs, grad)
         return [x.full_tensor().detach() for x in (output, *grads)]
+
+    def in_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.layout is None:
+            return tensor
+        return tensor.index_select(2, self.layout.inverse[0])
 
     def check(self, **how) -> None:
         check(self.run(**how), self.want, self.alone)
@@ -77,9 +88,11 @@ def run(world_size: int, body) -> dict[str, int]:
     return calls
 
 
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size):
-    case = Case(24 * world_size)
+def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size, schedule):
+    how = {"heads": 2 * world_size, "key_heads": world_size} if schedule == "ulysses" else {}
+    case = Case(24 * world_size, schedule=schedule, **how)
 
     def body(rank):
         calls = Calls(case, rank, world_size)
@@ -94,10 +107,11 @@ def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size
     assert 3 * others <= calls["backward"] < 3 * world_size, calls
 
 
-def test_rooms_that_others_take_the_place_of(rooms):
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_rooms_that_others_take_the_place_of(rooms, schedule):
     """By a longer call; what was known is learned anew, in the new rooms."""
 
-    cases = Case(32), Case(96, batch=2)
+    cases = Case(32, schedule=schedule), Case(96, batch=2, schedule=schedule)
 
     def body(rank):
         short, long = (Calls(case, rank, 2) for case in cases)
@@ -111,18 +125,20 @@ def test_rooms_that_others_take_the_place_of(rooms):
     assert calls["forward"] >= 2 * 6 and calls["backward"] >= 2 * 4, calls
 
 
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 @pytest.mark.parametrize("failing", [(1,), (0, 1, 2)], ids=str)
-def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, failing):
-    compute, fail = CpuFlash.prefix_backward, threading.local()
+def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, failing, schedule):
+    name = "prefix_backward" if schedule == "one_call" else "backward"
+    compute, fail = getattr(CpuFlash, name), threading.local()
 
     def backward(self, *args, **kwargs):
         if getattr(fail, "now", False):
             raise RuntimeError("out of memory")
         return compute(self, *args, **kwargs)
 
-    monkeypatch.setattr(CpuFlash, "prefix_backward", backward)
+    monkeypatch.setattr(CpuFlash, name, backward)
 
-    case = Case(48)
+    case = Case(48, schedule=schedule, heads=6, key_heads=3)
 
     def body(rank):
         calls = Calls(case, rank, 3)
@@ -131,7 +147,7 @@ def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, fa
         with torch.autograd.set_multithreading_enabled(False):
             fail.now = rank in failing
             inputs = [calls.shard(x, True).requires_grad_() for x in calls.tensors[:3]]
-            with cp_dispatch.enabled(schedule="one_call"):
+            with cp_dispatch.enabled(schedule=schedule):
                 output = calls.problem.attend(*inputs)
             grad = calls.shard(calls.tensors[3], True)
             if fail.now:
@@ -177,6 +193,56 @@ def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch):
             calls.check()
 
     assert not any(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+HEADS = {
+    "head-tail": {"layout": HeadTail(64, 4)},
+    "not causal": {"causal": False},
+    "batch": {"batch": 3},
+    "thin rows packed, others not": {"dim": 128, "heads": 32, "key_heads": 4, "batch": 2},
+    "wide rows": {"dim": 128, "heads": 16, "key_heads": 16, "layout": HeadTail(64, 4)},
+    "bfloat16": {"dtype": torch.bfloat16, "key_heads": 4},
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_known_calls_of_heads(rooms, case):
+    """By what was learned, which is what the whole way gives: the first backward makes a larger
+    room than its forward had, and one more call learns anew."""
+    how = {"heads": 8, "key_heads": 8, "layout": None} | HEADS[case]
+    layout = how.pop("layout")
+    case = Case(64, schedule="ulysses", **how)
+
+    def body(rank):
+        calls = Calls(case, rank, 4, layout)
+        first = calls.run()
+        check([calls.in_order(x) for x in first], case.want, case.alone)
+        for _ in range(4):
+            for x, y in zip(calls.run(), first, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+    calls = run(4, body)
+    rooms.assert_all_was_read()
+    assert calls == {"forward": 3 * 4, "backward": 2 * 4}
+
+
+UNKNOWN = {
+    "shared key heads": {"heads": 8, "key_heads": 2},
+    "uneven heads": {"heads": 6, "key_heads": 6},
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_nothing_is_known_of_heads_dealt_unevenly(rooms, case):
+    case = Case(64, schedule="ulysses", **UNKNOWN[case])
+
+    def body(rank):
+        calls = Calls(case, rank, 4)
+        for _ in range(3):
+            calls.check()
+
+    assert not any(run(4, body).values())
     rooms.assert_all_was_read()
 
 

@@ -19,7 +19,7 @@ from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.backends.math import Math
 from cp_dispatch.layouts import laid_out
 from cp_dispatch.schedules import prefix_plan
-from cp_dispatch.schedules.known_call import KnownCalls
+from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.prefix_plan import pairs_of, prefix_parcels, prefixes_of
 from cp_dispatch.settle import settle
 from tests.distributed.calls import only
@@ -81,14 +81,14 @@ def counted():
     """How many calls were made by what is known of them."""
     calls = {"forward": 0, "backward": 0}
     with pytest.MonkeyPatch.context() as patch:
-        way = KnownCalls._way
+        way = Known._way
 
         def count(self, index, tensors):
             found = way(self, index, tensors)
             calls[("forward", "backward")[index]] += found is not None
             return found
 
-        patch.setattr(KnownCalls, "_way", count)
+        patch.setattr(Known, "_way", count)
         yield calls
 
 

@@ -1,4 +1,5 @@
-"""Known calls of ``one_call`` on GPUs whose ranks come late: bit by bit those of the whole way."""
+"""Known calls of ``one_call`` and of heads on GPUs whose ranks come late: bit by bit those of the
+whole way."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cp_dispatch
 from cp_dispatch import HeadTail
-from cp_dispatch.schedules.known_call import KnownCalls
+from cp_dispatch.schedules.known_call import Known
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import ranks
 
@@ -26,13 +27,15 @@ pytestmark = [
 ]
 
 
-def steps(env: Env, layout, late: bool, causal: bool) -> tuple[list[torch.Tensor], int]:
+def steps(
+    env: Env, layout, late: bool, causal: bool, schedule: str
+) -> tuple[list[torch.Tensor], int]:
     """Outputs and gradients of layers one after the other, step by step with new data, and how many
     calls were known. On another stream in two of the steps."""
     mesh, local = env.mesh(), 48
     generator = torch.Generator(env.device).manual_seed(env.rank)
     calls, found = 0, []
-    way = KnownCalls._way
+    way = Known._way
 
     def count(self, index, tensors):
         nonlocal calls
@@ -46,7 +49,7 @@ def steps(env: Env, layout, late: bool, causal: bool) -> tuple[list[torch.Tensor
         return DTensor.from_local(own, mesh, [Shard(2)], run_check=False)
 
     def step(number: int) -> None:
-        *leaves, grad = fresh(8), fresh(2), fresh(2), fresh(8)
+        *leaves, grad = fresh(8), fresh(4), fresh(4), fresh(8)
         leaves = [x.requires_grad_() for x in leaves]
         x = leaves[0]
         for layer in range(LAYERS):
@@ -57,10 +60,10 @@ def steps(env: Env, layout, late: bool, causal: bool) -> tuple[list[torch.Tensor
         found.extend(y.to_local().clone() for y in (x.detach(), *grads))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KnownCalls, "_way", count)
+        patch.setattr(Known, "_way", count)
         with (
             sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-            cp_dispatch.enabled(schedule="one_call", layout=layout),
+            cp_dispatch.enabled(schedule=schedule, layout=layout),
         ):
             side = torch.cuda.Stream()
             for number in range(STEPS):
@@ -75,10 +78,10 @@ def steps(env: Env, layout, late: bool, causal: bool) -> tuple[list[torch.Tensor
     return found, calls
 
 
-def known(env: Env, kind: str | None, causal: bool = True) -> None:
+def known(env: Env, kind: str | None, causal: bool = True, schedule: str = "one_call") -> None:
     layout = HeadTail(48 * env.world_size, env.world_size) if kind else None
-    want, none = steps(env, layout, late=False, causal=causal)
-    got, calls = steps(env, layout, late=True, causal=causal)
+    want, none = steps(env, layout, late=False, causal=causal, schedule=schedule)
+    got, calls = steps(env, layout, late=True, causal=causal, schedule=schedule)
     assert none == 0
     # Forwards and backwards of all but a few steps, of which kinds and streams are learned.
     assert calls > LAYERS * STEPS, calls
@@ -90,6 +93,9 @@ CASES = {
     "natural": functools.partial(known, kind=None),
     "head-tail": functools.partial(known, kind="head-tail"),
     "not causal": functools.partial(known, kind=None, causal=False),
+    "heads natural": functools.partial(known, kind=None, schedule="ulysses"),
+    "heads head-tail": functools.partial(known, kind="head-tail", schedule="ulysses"),
+    "heads not causal": functools.partial(known, kind=None, causal=False, schedule="ulysses"),
 }
 
 
