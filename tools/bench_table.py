@@ -105,11 +105,14 @@ def train_table(record: dict) -> str:
 
 def host_table(record: dict) -> str:
     """Host time of a call under each way."""
-    lines = [
-        "| us | forward | forward + backward | the same without autograd's threads |",
-        "|---" * 4 + "|",
-    ]
-    modes = "forward", "both", "both_one_thread"
+    modes = {
+        "forward": "forward",
+        "both": "forward + backward",
+        "both_one_thread": "the same without autograd's threads",
+        "both_of_chain": "one of a chain of 8",
+    }
+    modes = {mode: words for mode, words in modes.items() if mode in record["rows"][0]}
+    lines = [f"| us | {' | '.join(modes.values())} |", "|---" * (1 + len(modes)) + "|"]
     for row in record["rows"]:
         lines.append(f"| {row['name']} | {' | '.join(f'{row[mode]:,.0f}' for mode in modes)} |")
     lines += [

@@ -129,6 +129,10 @@ class Messages:
         shapes = tuple(zip((heads, key_heads, key_heads), self._dims, strict=True))
         found = deal(geometry, first, ranks, self._batch, shapes, plan.dtype, backward)
         self._lengths, self._one_side, self.stages = found.lengths, found.one_side, found.stages
+        #: Whether calls go by :mod:`~cp_dispatch.schedules.known_heads` where ranks write to each
+        #: other's memory.
+        self.are_known = found.one_side and found.joins and len(found.stages) == 1
+        self.are_known &= heads % ranks == 0 and schedule.across is None
 
     def key_grad_dtype(self, stage) -> torch.dtype:
         return key_grad_dtype(stage, self.plan.shards[1][1], self.plan.dtype)
