@@ -26,7 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero, taken_by_the_model
+from cp_dispatch.hf_positions import (
+    begin_elsewhere,
+    count_from_zero,
+    longest,
+    taken_by_the_model,
+)
+from cp_dispatch.hf_rope import by_length, chosen_apart
 from cp_dispatch.layouts import Span, unshard
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import PlainContext
@@ -167,7 +173,8 @@ def _mask(context: PlainContext, theirs, given: dict):
     # Where the model makes a cache, the number of keys says nothing about the padding mask.
     width = 0 if padding is None else padding.shape[-1]
     own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
-    ranks = _tell(mesh, (rows, keys, *own))
+    config = given.get("kwargs", {}).get("config")
+    *ranks, seen = _tell(mesh, (rows, keys, *own, longest() if by_length(config) else 0))
     of_rows, of_keys, special, cached, padded, widths, counted = ranks
     total = sum(of_rows)
     if any(cached):
@@ -191,6 +198,7 @@ def _mask(context: PlainContext, theirs, given: dict):
         (padding,) = unshard(mesh, [padding], [1], layout)
     if context.order_is_known and (layout is None or layout.seq_len == total):
         _check_positions(layout, padding, of_rows, counted, ranks)
+    _check_rope(config, seen, ranks)
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     by_flag = plain and skips[0] and (window is None or total < window)
@@ -202,7 +210,6 @@ def _mask(context: PlainContext, theirs, given: dict):
         )
     if by_flag or (plain and skips[1] and not window):
         return None
-    config = given.get("kwargs", {}).get("config")
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
         _refuse("chunks of attention beside padding begin where this rank's shard does", ranks)
     if not context.order_is_known:
@@ -247,6 +254,21 @@ def _check_positions(layout, padding, of_rows, counted, ranks: list[list[int]]) 
             "more of the buffers",
             ranks,
             ". If they are right, because packed documents begin there, ",
+        )
+
+
+def _check_rope(config, seen: list[int], ranks: list[list[int]]) -> None:
+    """Refuse frequencies that each rank would choose by its own longest position."""
+    apart = chosen_apart(config, seen)
+    if apart is not None:
+        kind, limit = apart
+        _refuse(
+            f"rope_type={kind!r} takes other frequencies beyond {limit} positions, and each rank "
+            f"would choose by what it holds, {seen}; give the model DTensors and cp_dispatch."
+            "enable() instead, inside torch.distributed.tensor.experimental.implicit_replication()",
+            ranks,
+            "; or make it with rope_parameters that do not go by the length. If it has fixed "
+            "frequencies all the same, ",
         )
 
 

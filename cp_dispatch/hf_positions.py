@@ -35,6 +35,13 @@ def count_from_zero(rows: int) -> torch.Tensor | bool:
     return (positions == torch.arange(rows, device=positions.device)).all()
 
 
+def longest() -> torch.Tensor | int:
+    """One more than the largest position that the model is given; 0 where there is no telling."""
+    positions = _positions()
+    known = isinstance(positions, torch.Tensor) and positions.numel()
+    return positions.max() + 1 if known else 0
+
+
 def taken_by_the_model() -> bool:
     """Whether the forward that has its mask made takes ``position_ids``, as far as one can tell."""
     return _positions() is not _NOT_TAKEN
