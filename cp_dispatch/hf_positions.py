@@ -61,7 +61,7 @@ def _positions():
         of_model = name.startswith(_MODELS)
         if not of_model and name != _MASKS:
             continue
-        if "position_ids" in frame.f_locals:
+        if "position_ids" in _arguments(frame.f_code):
             positions = frame.f_locals["position_ids"]
             if of_model and positions is None:
                 return _NOT_GIVEN
@@ -69,6 +69,11 @@ def _positions():
         elif of_model and found is None and frame.f_code.co_name == "forward":
             found = _NOT_TAKEN
     return found
+
+
+def _arguments(code) -> tuple[str, ...]:
+    """Others of a frame's names are its own, as positions that BART's decoder counts."""
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def begin_elsewhere(layout: Balancer | None, lengths: list[int]) -> list[int]:
