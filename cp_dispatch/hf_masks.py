@@ -9,9 +9,10 @@ another does not. So while a block is on, the function that makes masks for ``"s
 transformers lets anyone replace, is ours. The ranks first tell each other what they have, in one
 small exchange for each mask (one or two in a forward, none in a layer). Then all leave the mask
 out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise; also
-where the model has wrong positions, of which masks say nothing (hf_positions.py). Attention that is
-not ``F.scaled_dot_product_attention`` would stay within a shard in silence, so the functions that
-make masks for it raise.
+where the model has wrong positions, of which masks say nothing (hf_positions.py), or would go by
+what its shard holds in other ways (hf_configs.py). Attention that is not
+``F.scaled_dot_product_attention`` would stay within a shard in silence, so the functions that make
+masks for it raise.
 
 Masks that the caller prepares (4-D, or a dict of one for each kind of layer) never come here.
 """
@@ -26,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.hf_configs import by_longest, wrong_in_a_shard
 from cp_dispatch.hf_positions import (
     begin_elsewhere,
     count_from_zero,
     longest,
     taken_by_the_model,
 )
-from cp_dispatch.hf_rope import by_length, chosen_apart
 from cp_dispatch.layouts import Span, unshard
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import PlainContext
@@ -174,7 +175,7 @@ def _mask(context: PlainContext, theirs, given: dict):
     width = 0 if padding is None else padding.shape[-1]
     own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
     config = given.get("kwargs", {}).get("config")
-    *ranks, seen = _tell(mesh, (rows, keys, *own, longest() if by_length(config) else 0))
+    *ranks, seen = _tell(mesh, (rows, keys, *own, longest() if by_longest(config) else 0))
     of_rows, of_keys, special, cached, padded, widths, counted = ranks
     total = sum(of_rows)
     if any(cached):
@@ -198,7 +199,9 @@ def _mask(context: PlainContext, theirs, given: dict):
         (padding,) = unshard(mesh, [padding], [1], layout)
     if context.order_is_known and (layout is None or layout.seq_len == total):
         _check_positions(layout, padding, of_rows, counted, ranks)
-    _check_rope(config, seen, ranks)
+    wrong = wrong_in_a_shard(config, total, seen)
+    if wrong is not None:
+        _refuse(wrong, ranks, None)  # masks that are ready would not help
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     by_flag = plain and skips[0] and (window is None or total < window)
@@ -257,21 +260,6 @@ def _check_positions(layout, padding, of_rows, counted, ranks: list[list[int]]) 
         )
 
 
-def _check_rope(config, seen: list[int], ranks: list[list[int]]) -> None:
-    """Refuse frequencies that each rank would choose by its own longest position."""
-    apart = chosen_apart(config, seen)
-    if apart is not None:
-        kind, limit = apart
-        _refuse(
-            f"rope_type={kind!r} takes other frequencies beyond {limit} positions, and each rank "
-            f"would choose by what it holds, {seen}; give the model DTensors and cp_dispatch."
-            "enable() instead, inside torch.distributed.tensor.experimental.implicit_replication()",
-            ranks,
-            "; or make it with rope_parameters that do not go by the length. If it has fixed "
-            "frequencies all the same, ",
-        )
-
-
 def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:
     """``(L,)``: the true positions of this rank's rows, the same in every batch row."""
     rank = mesh.get_local_rank()
@@ -293,12 +281,12 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
     return received.view(mesh.size(), len(own)).t().tolist()
 
 
-def _refuse(reason: str, ranks: list[list[int]], otherwise: str = "; or "):
+def _refuse(reason: str, ranks: list[list[int]], otherwise: str | None = "; or "):
     names = "rows", "keys", "more than positions", "cached", "attention_mask", "its columns"
     names += ("positions from 0",)
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
+    ready = "" if otherwise is None else otherwise + READY
     raise ContextParallelError(
-        f"a mask that transformers makes inside context_parallel is refused: {reason}{otherwise}"
-        f"{READY}.\n"
+        f"a mask that transformers makes inside context_parallel is refused: {reason}{ready}.\n"
         f"Given, rank by rank: {given}"
     )
