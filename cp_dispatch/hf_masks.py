@@ -57,6 +57,7 @@ _NAMES = {
     "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device", "mask_function",
 }  # fmt: skip
+_NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 _installed: list[tuple] = []  # transformers' table, a kind in it, its function, ours
 
 READY = (
@@ -96,7 +97,11 @@ def remove() -> None:
 def _sdpa_mask(theirs, plain_context):
     def sdpa_mask(*args, **kwargs):
         # A trace cannot ask the other ranks; the (L, L) mask that it gets is refused by the call.
-        context = None if torch.compiler.is_compiling() else plain_context()
+        # A window that is longer than the shard must not be left out, so that there is one.
+        if torch.compiler.is_compiling():
+            window = kwargs.get("local_size") is not None
+            return theirs(*args, **kwargs | (_NO_SKIPS if window else {}))
+        context = plain_context()
         if context is None or context.mesh.size() == 1:
             return theirs(*args, **kwargs)
         given = inspect.signature(theirs).bind(*args, **kwargs)
@@ -230,9 +235,8 @@ def _mask(context: PlainContext, theirs, given: dict):
             "kv_length": total,
             "q_offset": positions - torch.arange(rows, device=positions.device),
             "attention_mask": padding,
-            "allow_is_causal_skip": False,
-            "allow_is_bidirectional_skip": False,
         }
+        | _NO_SKIPS
     )
 
 
