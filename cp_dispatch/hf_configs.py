@@ -28,7 +28,7 @@ def _rotary(config, longest: list[int]) -> str | None:
     """Frequencies that each rank would choose by its own longest position."""
     for rope in _ropes(config):
         kind, limit, apart = rope.get("rope_type"), None, False
-        if kind == "longrope" and rope.get("short_factor") != rope.get("long_factor"):
+        if kind == "longrope" and _differ(rope, "factor", "mscale"):  # PhiMoE has the second
             limit = rope.get("original_max_position_embeddings")
             apart = limit is not None and len({n > limit for n in longest}) > 1
         elif isinstance(kind, str) and "dynamic" in kind:
@@ -41,6 +41,10 @@ def _rotary(config, longest: list[int]) -> str | None:
                 "rope_parameters that do not go by the length"
             )
     return None
+
+
+def _differ(rope: dict, *names: str) -> bool:
+    return any(rope.get(f"short_{name}") != rope.get(f"long_{name}") for name in names)
 
 
 def _temperature(config, total: int) -> str | None:

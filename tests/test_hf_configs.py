@@ -18,6 +18,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
     (LONG, [48, 36], None),
     (LONG, [30, 20], None),
     (LONG | {"long_factor": [1.0]}, [24, 48], None),
+    (LONG | {"long_factor": [1.0], "short_mscale": 1.0, "long_mscale": 1.2}, [24, 48], 30),
     (DYNAMIC, [48, 36], 16),  # of each length its own
     (DYNAMIC, [16, 8], None),
     (DYNAMIC, [48, 48], None),
