@@ -9,9 +9,10 @@ another does not. So while a block is on, the function that makes masks for ``"s
 transformers lets anyone replace, is ours. The ranks first tell each other what they have, in one
 small exchange for each mask (one or two in a forward, none in a layer). Then all leave the mask
 out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise; also
-where the model has wrong positions, of which masks say nothing (hf_positions.py). Attention that is
-not ``F.scaled_dot_product_attention`` would stay within a shard in silence, so the functions that
-make masks for it raise.
+where the model has wrong positions, of which masks say nothing (hf_positions.py), or would go by
+what its shard holds in other ways (hf_configs.py). Attention that is not
+``F.scaled_dot_product_attention`` would stay within a shard in silence, so the functions that make
+masks for it raise.
 
 Masks that the caller prepares (4-D, or a dict of one for each kind of layer) never come here.
 """
@@ -26,7 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.hf_positions import begin_elsewhere, count_from_zero, taken_by_the_model
+from cp_dispatch.hf_configs import by_longest, wrong_in_a_shard
+from cp_dispatch.hf_positions import (
+    begin_elsewhere,
+    count_from_zero,
+    longest,
+    taken_by_the_model,
+)
 from cp_dispatch.layouts import Span, unshard
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_context import PlainContext
@@ -50,6 +57,7 @@ _NAMES = {
     "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device", "mask_function",
 }  # fmt: skip
+_NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 _installed: list[tuple] = []  # transformers' table, a kind in it, its function, ours
 
 READY = (
@@ -89,7 +97,11 @@ def remove() -> None:
 def _sdpa_mask(theirs, plain_context):
     def sdpa_mask(*args, **kwargs):
         # A trace cannot ask the other ranks; the (L, L) mask that it gets is refused by the call.
-        context = None if torch.compiler.is_compiling() else plain_context()
+        # A window that is longer than the shard must not be left out, so that there is one.
+        if torch.compiler.is_compiling():
+            window = kwargs.get("local_size") is not None
+            return theirs(*args, **kwargs | (_NO_SKIPS if window else {}))
+        context = plain_context()
         if context is None or context.mesh.size() == 1:
             return theirs(*args, **kwargs)
         given = inspect.signature(theirs).bind(*args, **kwargs)
@@ -167,7 +179,8 @@ def _mask(context: PlainContext, theirs, given: dict):
     # Where the model makes a cache, the number of keys says nothing about the padding mask.
     width = 0 if padding is None else padding.shape[-1]
     own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
-    ranks = _tell(mesh, (rows, keys, *own))
+    config = given.get("kwargs", {}).get("config")
+    *ranks, seen = _tell(mesh, (rows, keys, *own, longest() if by_longest(config) else 0))
     of_rows, of_keys, special, cached, padded, widths, counted = ranks
     total = sum(of_rows)
     if any(cached):
@@ -191,6 +204,9 @@ def _mask(context: PlainContext, theirs, given: dict):
         (padding,) = unshard(mesh, [padding], [1], layout)
     if context.order_is_known and (layout is None or layout.seq_len == total):
         _check_positions(layout, padding, of_rows, counted, ranks)
+    wrong = wrong_in_a_shard(config, total, seen)
+    if wrong is not None:
+        _refuse(wrong, ranks, None)  # masks that are ready would not help
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     by_flag = plain and skips[0] and (window is None or total < window)
@@ -202,7 +218,6 @@ def _mask(context: PlainContext, theirs, given: dict):
         )
     if by_flag or (plain and skips[1] and not window):
         return None
-    config = given.get("kwargs", {}).get("config")
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
         _refuse("chunks of attention beside padding begin where this rank's shard does", ranks)
     if not context.order_is_known:
@@ -220,9 +235,8 @@ def _mask(context: PlainContext, theirs, given: dict):
             "kv_length": total,
             "q_offset": positions - torch.arange(rows, device=positions.device),
             "attention_mask": padding,
-            "allow_is_causal_skip": False,
-            "allow_is_bidirectional_skip": False,
         }
+        | _NO_SKIPS
     )
 
 
@@ -271,12 +285,12 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
     return received.view(mesh.size(), len(own)).t().tolist()
 
 
-def _refuse(reason: str, ranks: list[list[int]], otherwise: str = "; or "):
+def _refuse(reason: str, ranks: list[list[int]], otherwise: str | None = "; or "):
     names = "rows", "keys", "more than positions", "cached", "attention_mask", "its columns"
     names += ("positions from 0",)
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
+    ready = "" if otherwise is None else otherwise + READY
     raise ContextParallelError(
-        f"a mask that transformers makes inside context_parallel is refused: {reason}{otherwise}"
-        f"{READY}.\n"
+        f"a mask that transformers makes inside context_parallel is refused: {reason}{ready}.\n"
         f"Given, rank by rank: {given}"
     )

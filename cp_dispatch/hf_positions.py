@@ -35,6 +35,13 @@ def count_from_zero(rows: int) -> torch.Tensor | bool:
     return (positions == torch.arange(rows, device=positions.device)).all()
 
 
+def longest() -> torch.Tensor | int:
+    """One more than the largest position that the model is given; 0 where there is no telling."""
+    positions = _positions()
+    known = isinstance(positions, torch.Tensor) and positions.numel()
+    return positions.max() + 1 if known else 0
+
+
 def taken_by_the_model() -> bool:
     """Whether the forward that has its mask made takes ``position_ids``, as far as one can tell."""
     return _positions() is not _NOT_TAKEN
@@ -54,7 +61,7 @@ def _positions():
         of_model = name.startswith(_MODELS)
         if not of_model and name != _MASKS:
             continue
-        if "position_ids" in frame.f_locals:
+        if "position_ids" in _arguments(frame.f_code):
             positions = frame.f_locals["position_ids"]
             if of_model and positions is None:
                 return _NOT_GIVEN
@@ -62,6 +69,11 @@ def _positions():
         elif of_model and found is None and frame.f_code.co_name == "forward":
             found = _NOT_TAKEN
     return found
+
+
+def _arguments(code) -> tuple[str, ...]:
+    """Others of a frame's names are its own, as positions that BART's decoder counts."""
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def begin_elsewhere(layout: Balancer | None, lengths: list[int]) -> list[int]:

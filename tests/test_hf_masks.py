@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_dispatch import ContextParallelError
-from cp_dispatch.hf_masks import check_implementation, sliding_window
+from cp_dispatch.hf_masks import _sdpa_mask, check_implementation, sliding_window
 
 KINDS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8}
 
@@ -37,3 +37,12 @@ def test_a_layer_with_attention_that_stays_local():
     layer[0].config = Some(_attn_implementation="eager")
     with pytest.raises(ContextParallelError, match="'eager' of Linear is refused"):
         check_implementation(layer, ranks)
+
+
+@pytest.mark.parametrize("window, skips", [(8, False), (None, True)])
+def test_a_window_in_a_trace_is_not_left_out(monkeypatch, window, skips):
+    """ModernBERT, compiled in a block, with a window longer than a shard."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    ours = _sdpa_mask(lambda **given: given, None)
+    given = ours(local_size=window, allow_is_causal_skip=True, allow_is_bidirectional_skip=True)
+    assert given["allow_is_causal_skip"] is given["allow_is_bidirectional_skip"] is skips

@@ -69,6 +69,14 @@ def test_a_model_that_takes_no_positions():
     assert of_a_model("def forward(rows): return create_mask(rows)")(4) == (True, False)
 
 
+def test_positions_that_a_model_counts_are_not_taken():
+    """BART's decoder, alone: its one-dimensional ones were no answer, and wrong in silence."""
+    forward = of_a_model(
+        "def forward(rows):\n    position_ids = range(rows)\n    return create_mask(rows)\n"
+    )
+    assert forward(4) == (True, False)
+
+
 def test_no_positions_and_no_rows():
     position_ids = torch.arange(4)[None]  # noqa: F841  not of a function of transformers
     assert count_from_zero(4) is False

@@ -295,6 +295,22 @@ def positions_not_given(env: Env) -> None:
         assert "pass position_ids of the whole sequence, as one more of the buffers" in text
 
 
+def frequencies_by_length(env: Env) -> None:
+    """A rank would take those of its own longest position: refused, and right where all agree."""
+    tokens = batches(1)[0][0]
+    for limit in LENGTH // 4, LENGTH:
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+        options = {"max_position_embeddings": limit, "rope_parameters": rope}
+        model = build("Qwen2", env.device, sliding_window=WINDOW, **options)
+        if limit == LENGTH:
+            same_logits(env, model, HEAD_TAIL)
+            continue
+        for balancer in None, HEAD_TAIL:
+            inside = in_block(env, balancer, torch.ones_like(tokens))
+            with pytest.raises(cp_dispatch.ContextParallelError, match="other frequencies beyond"):
+                inside(model, *(tokens.to(env.device, copy=True) for _ in range(2)))
+
+
 @torch.no_grad()
 def whole_mask_beside_a_cache(env: Env) -> None:
     """The model counts a new cache's keys, a shard of them, not the mask; other lengths raise."""
@@ -477,6 +493,7 @@ CASES = {
     "compiled": compiled,
     "refused on every rank": refused_on_every_rank,
     "positions that are not given": positions_not_given,
+    "frequencies by length": frequencies_by_length,
     "positions of its own": positions_of_its_own,
     "whole mask beside a cache": whole_mask_beside_a_cache,
     "shards of a row": shards_of_a_row,

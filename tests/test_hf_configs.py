@@ -1,0 +1,58 @@
+"""Which configs of transformers say that a model goes by what its shard holds."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+
+from cp_dispatch.hf_configs import by_longest, wrong_in_a_shard
+
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+    "original_max_position_embeddings": 30,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope, longest, beyond", [
+    (LONG, [24, 48], 30),
+    (LONG, [48, 36], None),
+    (LONG, [30, 20], None),
+    (LONG | {"long_factor": [1.0]}, [24, 48], None),
+    (LONG | {"long_factor": [1.0], "short_mscale": 1.0, "long_mscale": 1.2}, [24, 48], 30),
+    (DYNAMIC, [48, 36], 16),  # of each length its own
+    (DYNAMIC, [16, 8], None),
+    (DYNAMIC, [48, 48], None),
+    ({"full_attention": {"rope_type": "default"}, "sliding_attention": LONG}, [24, 48], 30),
+])  # fmt: skip
+def test_rotary_frequencies(rope, longest, beyond):
+    config = Some(rope_parameters=rope, max_position_embeddings=16)
+    assert by_longest(config)
+    wrong = wrong_in_a_shard(config, 48, longest)
+    if beyond is None:
+        assert wrong is None
+    else:
+        assert f"beyond {beyond} positions" in wrong and str(longest) in wrong
+
+
+@pytest.mark.parametrize("config", [
+    None, Some(), Some(rope_parameters=None), Some(rope_parameters={"rope_type": "yarn"}),
+])  # fmt: skip
+def test_others(config):
+    assert not by_longest(config)
+    assert wrong_in_a_shard(config, 48, [24, 48]) is None
+
+
+@pytest.mark.parametrize("total, options, wrong", [
+    (8, {}, True),
+    (7, {}, False),
+    (8, {"no_rope_layers": [1, 1]}, False),
+    (8, {"attn_temperature_tuning": False}, False),
+])  # fmt: skip
+def test_temperatures_of_llama_4(total, options, wrong):
+    said = {"attn_temperature_tuning": True, "floor_scale": 8, "no_rope_layers": [1, 0]} | options
+    reason = wrong_in_a_shard(Some(**said), total, [0, 0])
+    assert ("attn_temperature_tuning" in (reason or "")) is wrong
+
+
+def test_keys_of_an_indexer():
+    assert "index_topk" in wrong_in_a_shard(Some(index_topk=4), 48, [0, 0])
