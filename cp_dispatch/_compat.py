@@ -105,6 +105,7 @@ __all__ = [
     "save_in_partitioners",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
+    "put_known_sizes",
     "set_plain_kernel",
     "size_hint",
     "skip_code",
@@ -433,6 +434,18 @@ def size_hint(size) -> int:
     """A size's value in a trace, without a guard on it."""
     node = getattr(size, "node", None)
     return int(size) if node is None or not node.has_hint() else int(node.hint)
+
+
+def put_known_sizes(tensor: DTensor) -> None:
+    """In a trace, put numbers into a DTensor's spec where all its sizes have become constants.
+
+    Torch (2.11 to 2.14) looks up such a spec in its cache, and a symbolic stride has no hash.
+    """
+    meta = tensor._spec.tensor_meta
+    nodes = [getattr(size, "node", None) for size in meta.shape]
+    if all(node is None or node.maybe_as_int() is not None for node in nodes):
+        shape, stride = torch.Size(map(int, meta.shape)), tuple(map(int, meta.stride))
+        tensor._spec.tensor_meta = meta._replace(shape=shape, stride=stride)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

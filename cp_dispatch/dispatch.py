@@ -12,6 +12,7 @@ from cp_dispatch._compat import (
     functorch_is_active,
     is_tracing,
     local_tensor,
+    put_known_sizes,
     save_in_traced_checkpoints,
 )
 from cp_dispatch.agreement import check_agreement, debug_is_on
@@ -144,6 +145,10 @@ def _guard_shards(plan: Plan, call: Call) -> None:
             bool(shard.shape[2] * plan.world_size <= tensor.shape[2])
             bool(shard.shape[2] * plan.world_size >= tensor.shape[2])
             bool(shard.shape[2] % 2 == 0)
+    # A length that equals a head dim is a constant too: a trace has one symbol for equal sizes.
+    for tensor in (*call.tensors.values(), call.attn_mask):
+        if isinstance(tensor, DTensor):
+            put_known_sizes(tensor)
 
 
 def _origin(query: DTensor) -> list[int]:

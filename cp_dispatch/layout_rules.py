@@ -130,7 +130,11 @@ def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
         for name, x in tensors.items()
         if name != "query" and any(x.placements[dim] != sequence for dim in dims)
     }
-    order_matters = _order_matters(call, "key and value") or call.dropout_p > 0.0
+    # What is sharded over one of several mesh dims lies in the layout too.
+    laid_out = {sequence in x.placements for x in (call.key, call.value)}
+    order_matters = (
+        _order_matters(call, "key and value") or call.dropout_p > 0.0 or len(laid_out) > 1
+    )
     if not whole or (len(whole) == 2 and not order_matters):
         return []
     return [

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from cp_dispatch.call import Call
+from cp_dispatch.call import Call, sharded_dims
 
 
 def four_dims(call: Call) -> Call:
@@ -76,6 +76,8 @@ def _has_strided_shards(tensor: torch.Tensor) -> bool:
 
 def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor | None:
     """None for a DTensor sharded on a batch dim that does not survive the flattening."""
+    if isinstance(tensor, DTensor) and _has_uneven_batches(tensor):
+        return None
     try:
         if torch.is_inference_mode_enabled():
             # There DTensor is given flatten itself, and would rather gather than refuse.
@@ -85,6 +87,17 @@ def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor | None:
         raise
     except RuntimeError:
         return None
+
+
+def _has_uneven_batches(tensor: DTensor) -> bool:
+    """Whether some batch dim, with more to come behind it, is cut unevenly. Torch does not see that
+    where several mesh dims cut one, and raises on the ranks alone whose shards do not fit."""
+    batches = tensor.shape[:-3]
+    for dim, size in enumerate(batches):
+        ranks = math.prod(tensor.device_mesh.size(i) for i in sharded_dims(tensor, dim))
+        if ranks > 1 and math.prod(batches[dim + 1 :]) > 1 and size % ranks:
+            return True
+    return False
 
 
 def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:

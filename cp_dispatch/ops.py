@@ -132,6 +132,7 @@ def _autograd(name: str):
                 output, logsumexp = forward_op(name)(*tensors, *options)
             ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask, dropout_seed)
             recomputed.watch(output)
+            ctx.mask_version = recomputed.version_of_local(attn_mask)
             ctx.options = options
             ctx.mark_non_differentiable(logsumexp)
             ctx.set_materialize_grads(False)
@@ -147,6 +148,7 @@ def _autograd(name: str):
             # Once: a checkpoint recomputes at the first look and refuses a second.
             saved = ctx.saved_tensors
             recomputed.check_unwritten(saved[3])
+            recomputed.check_unwritten_mask(saved[5], ctx.mask_version)
             if _is_outside(saved[0]):
                 inputs = *saved[:3], saved[5]
                 zeros = (

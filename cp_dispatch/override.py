@@ -31,6 +31,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.local_call import attend_plain
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
+from cp_dispatch.transforms import refuse_transforms
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
@@ -130,12 +131,14 @@ def refuse_beside_torchs() -> None:
 
 
 def _refusal_of_vmap(kernel, stack: OptionStack):
-    """The kernel that stands before vmap's, which would go on to DTensor's own kernels: in a layout
-    those take the order of the shards for that of the sequence."""
+    """The kernel that stands before vmap's, which would go on to DTensor's own kernels, also where
+    nothing is stacked: in a layout those take the order of the shards for that of the sequence, and
+    on CPU they look for a rule for minutes."""
 
     def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
         if stack.current() is not None:
-            involves_dtensor(query, key, value, attn_mask)
+            tensors = query, key, value, attn_mask
+            refuse_transforms(tensors, "scaled_dot_product_attention", wrapped=True)
         return kernel.call_boxed(keyset, query, key, value, attn_mask, *args, **kwargs)
 
     return scaled_dot_product_attention

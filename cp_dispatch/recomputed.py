@@ -9,9 +9,14 @@ Nor may it write into what attention returned, where the backward reads that. Au
 versions of what it saved, but not where hooks have it, as in checkpoints. So the memory of an
 output bears a witness of its version; what hooks have copied has none: the output may be written
 to.
+
+A plain mask that the user writes into has another version than the DTensor around it, which
+autograd looks at.
 """
 
 from __future__ import annotations
+
+import weakref
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -59,8 +64,30 @@ def check_unwritten(output: Tensor) -> None:
         )
 
 
-def _is_plain_dtensor(output: Tensor) -> bool:
-    return type(output) is DTensor and type(local_tensor(output)) is Tensor
+def version_of_local(mask: Tensor | None) -> tuple | None:
+    """This rank's tensor in a DTensor, weakly, and its version."""
+    if not _is_plain_dtensor(mask) or local_tensor(mask).is_inference():
+        return None
+    return weakref.ref(local_tensor(mask)), local_tensor(mask)._version
+
+
+def check_unwritten_mask(mask: Tensor | None, before: tuple | None) -> None:
+    """As autograd's check of what it saved, of what was ``before`` in the mask. What a checkpoint
+    has made anew, or hooks have copied, is another tensor and not checked."""
+    if before is None or not _is_plain_dtensor(mask):
+        return
+    local, version = local_tensor(mask), before[1]
+    if before[0]() is local and local._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: the attn_mask of scaled_dot_product_attention, of shape "
+            f"{list(mask.shape)}, is at version {local._version}; expected version {version} "
+            "instead"
+        )
+
+
+def _is_plain_dtensor(tensor: Tensor | None) -> bool:
+    return type(tensor) is DTensor and type(local_tensor(tensor)) is Tensor
 
 
 def _name(layout: str) -> str:

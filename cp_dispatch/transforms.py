@@ -10,13 +10,14 @@ from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 
 
-def refuse_transforms(tensors, name: str) -> None:
-    """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one.
+def refuse_transforms(tensors, name: str, wrapped: bool = False) -> None:
+    """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one; with
+    ``wrapped`` also one beside none.
 
     Raises:
         ContextParallelError: it does.
     """
-    wrapped, mesh = False, None
+    mesh = None
     for tensor in tensors:
         while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
             wrapped, tensor = True, get_unwrapped(tensor)

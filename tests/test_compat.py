@@ -855,6 +855,24 @@ def test_size_hint():
     assert seen == [0, 1]
 
 
+def test_put_known_sizes(mesh):
+    """Strides become numbers too, unless some size is symbolic."""
+    tensor = DTensor.from_local(torch.ones(6, 2), mesh, [Shard(0)])
+    spec = _compat.dtensor_spec(tensor)
+    whole = spec.tensor_meta
+
+    def function(x):
+        for shape, kind in (((6, 2), int), ((x.shape[0], 2), torch.SymInt)):
+            spec.tensor_meta = whole._replace(shape=torch.Size(shape), stride=x.stride())
+            _compat.put_known_sizes(tensor)
+            stride = spec.tensor_meta.stride
+            assert isinstance(stride[0], kind) and stride == (3, 1)
+        return x + 1
+
+    traced = torch.ones(6, 3)[:, :2]
+    make_fx(function, tracing_mode="symbolic")(traced)
+
+
 def test_varlen_ops(monkeypatch):
     assert _compat.varlen_ops()[0] == "_varlen_attn"
     for op in _compat.varlen_ops():

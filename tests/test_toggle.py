@@ -244,5 +244,8 @@ def test_vmap_of_dtensors_is_refused_and_of_plain_tensors_torchs(mesh):
     with enabled():
         with pytest.raises(ContextParallelError, match="torch.func"):
             torch.vmap(attend)(query)
+        one = distribute_tensor(plain[0], mesh, [Shard(2)])  # torch looked for a rule for minutes
+        with pytest.raises(ContextParallelError, match="torch.func"):
+            torch.vmap(lambda x: attend(one).to_local() + x)(torch.ones(3, 1))
         assert torch.equal(torch.vmap(attend)(plain), want)
     assert torch.equal(torch.vmap(attend)(plain), want)

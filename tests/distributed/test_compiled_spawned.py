@@ -181,6 +181,28 @@ def every_size_dynamic(env: Env) -> None:
         assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
 
 
+def head_dims_as_long_as_lengths(env: Env) -> None:
+    """Head dims are constants, so a length of which dynamo takes one for the same size is too, but
+    not the strides of a slice: torch found no hash for those."""
+    torch._dynamo.reset()
+    mesh, length = env.mesh(), 16 * env.world_size
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(3, 2, 2 * length, d, generator=generator) for d in (16, 16, length)]
+
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    tensors = [distribute(x[:, :, :length], mesh, ROWS).requires_grad_() for x in whole]
+    results = []
+    with cp_dispatch.enabled():
+        for f in (attend, compiled):
+            y = f(*tensors)
+            results.append((y, *torch.autograd.grad(y, tensors, torch.ones_like(y))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a.to_local(), b.to_local())
+
+
 def rank_without_rows(env: Env) -> None:
     """Inductor differentiates a norm of nothing to zeros, which come of no gradient: what leads to
     them is dead on that rank, and what comes of them belongs to the forward."""
@@ -603,6 +625,7 @@ CASES = {
     "dynamic length, marked": functools.partial(dynamic_length, marked=True),
     "dynamic length, automatic": functools.partial(dynamic_length, marked=False),
     "every size dynamic": every_size_dynamic,
+    "head dims as long as lengths": head_dims_as_long_as_lengths,
     "lengths whose shards are alike": lengths_whose_shards_are_alike,
     # Which compiles each length anew, whatever the schedule.
     "lengths whose shards are alike, static": functools.partial(

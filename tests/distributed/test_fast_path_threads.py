@@ -343,6 +343,29 @@ def test_writing_into_what_was_saved_is_noticed():
         on_ranks(body, 1)
 
 
+def test_writing_into_a_plain_mask_is_noticed():
+    """Gradients were those of the new mask, in silence."""
+
+    def body(mesh):
+        query, key, value, grad = warm(mesh)
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+
+        def masked(query):
+            return F.scaled_dot_product_attention(query, key, value, mask)
+
+        output, again = masked(query), checkpoint(masked, query, use_reentrant=False)
+        want = torch.autograd.grad(masked(query), query, grad)[0]
+        mask.fill_(True)
+        with pytest.raises(RuntimeError, match="attn_mask.* is at version 1; expected version 0"):
+            torch.autograd.grad(output, query, grad)
+        mask.tril_()  # a checkpoint asks for what it finds at last
+        got = torch.autograd.grad(again, query, grad)[0]
+        assert torch.equal(got.to_local(), want.to_local())
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_writing_into_what_hooks_have_copied_is_fine(known):
     """A model that writes into the output raised at its second step, not at its first."""

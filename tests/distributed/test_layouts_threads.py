@@ -217,6 +217,26 @@ def test_a_rank_without_shares_for_others_takes_theirs(world_size):
                 check(got, want, alone, floors=floors, few=True)
 
 
+def test_whole_key_beside_a_value_that_one_of_two_mesh_dims_shards():
+    """It was cut in true order, and the value, a sum on the other dim, in the layout's."""
+    problem = Problem(length=48)
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        query, key, value, _ = problem.tensors()
+        sums = DTensor.from_local(value.chunk(2, 2)[rank % 2], mesh, [Partial(), Shard(2)])
+        inputs = [
+            distribute(query, mesh, [Shard(2)] * 2),
+            distribute(key, mesh, [Replicate()] * 2),
+            sums,
+        ]
+        with pytest.raises(cp_dispatch.ContextParallelError, match="beside shards that lie"):
+            torch.nn.functional.scaled_dot_product_attention(*inputs)
+
+    with cp_dispatch.enabled(layout=HeadTail(48, 4)):
+        run_threads(4, rank_body)
+
+
 def test_refusals():
     problem = Problem(length=48, causal=True)
 

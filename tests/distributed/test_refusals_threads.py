@@ -209,6 +209,16 @@ def test_refused_on_two_dims(monkeypatch, name):
     assert words in refused(monkeypatch, arguments, (2, 2))
 
 
+def test_batch_dims_that_are_cut_unevenly(monkeypatch):
+    """Over two mesh dims, one of a single rank: torch raised on the ranks with data alone."""
+    placements = [Shard(0), Shard(3), Shard(0)]
+
+    def arguments(mesh):
+        return three(mesh, shape=(2, 3, H, S, D), placements=placements), {}
+
+    assert "batch dims that DTensor can flatten" in refused(monkeypatch, arguments, (1, 1, 4))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_refused_without_gradients(monkeypatch, mode):
     with mode():
