@@ -12,11 +12,10 @@ from torch import Tensor
 
 from cp_dispatch.merge import to_token_major, token_major
 from cp_dispatch.rows import copy_rows
-from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.mailbox import on_default_stream
-from cp_dispatch.schedules.pushed_heads import prepared
+from cp_dispatch.schedules.pushed_heads import as_rows, prepared
 
 
 class KnownHeads(Known):
@@ -84,7 +83,7 @@ class _Way:
     def _bring_home(self, pieces: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows."""
         self._release()
-        rows = [x if x.dim() == 3 else rows_for([x])[0] for x in pieces]
+        rows = [x if x.dim() == 3 else as_rows(x) for x in pieces]
         self._push(self._home.sources(rows, self._whole), self._numbers_home)
         targets = [x.unflatten(1, (x.size(1) // y.size(2), -1)).transpose(0, 1)
                    for x, y in zip(results, self._came, strict=True)]  # fmt: skip

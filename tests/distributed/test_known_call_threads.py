@@ -203,6 +203,7 @@ HEADS = {
     "thin rows packed, others not": {"dim": 128, "heads": 32, "key_heads": 4, "batch": 2},
     "wide rows": {"dim": 128, "heads": 16, "key_heads": 16, "layout": HeadTail(64, 4)},
     "bfloat16": {"dtype": torch.bfloat16, "key_heads": 4},
+    "a head dim of 1": {"dim": 1, "batch": 2},  # moved as the logsumexp is
 }
 
 
