@@ -81,24 +81,21 @@ class _Way:
         self._push(self._out.sources(*prepared(self._parts, tensors)), self._numbers)
 
     def _bring_home(self, pieces: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows."""
-        self._release()
+        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows. The
+        push waits until what came out has been read."""
         rows = [x if x.dim() == 3 else as_rows(x) for x in pieces]
         self._push(self._home.sources(rows, self._whole), self._numbers_home)
         targets = [x.unflatten(1, (x.size(1) // y.size(2), -1)).transpose(0, 1)
                    for x, y in zip(results, self._came, strict=True)]  # fmt: skip
         copy_rows(targets, self._came, None, [2] * len(targets), False)
-        self._release()
+        if not self._here:
+            self.box.release()
 
     def _push(self, sources: list[Tensor], numbers: list[int]) -> None:
         if self._here:
             self.box.push_rows_here(sources, numbers)
         else:
             self.box.push_rows(sources, numbers, opens=True, then_wait=True)
-
-    def _release(self) -> None:
-        if not self._here:
-            self.box.release()
 
 
 class _Forward(_Way):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import cp_dispatch
 from cp_dispatch import HeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
-from cp_dispatch.schedules import known_call
+from cp_dispatch.schedules import known_call, known_heads
 from cp_dispatch.schedules.known_call import KnownCalls
 from tests.distributed.calls import only
 from tests.distributed.reference import Problem, check, exact, one_device
@@ -183,9 +183,10 @@ def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
     rooms.assert_all_was_read()
 
 
-def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch):
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch, schedule):
     monkeypatch.setattr(CpuFlash, "head_dim_multiple", 32)
-    case = Case(32)
+    case = Case(32, schedule=schedule)
 
     def body(rank):
         calls = Calls(case, rank, 2)
@@ -260,6 +261,26 @@ def test_nothing_is_known_of_no_batch_row(rooms):
                 output.to_local().sum().backward()
 
     assert not any(run(2, body).values()) and not rooms.sent
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
+    """Whose copies are the side stream's: waited for, and told once what came has been read."""
+    for module in (known_call, known_heads):
+        monkeypatch.setattr(module, "on_default_stream", lambda device: False)
+    case = Case(32, schedule=schedule)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(5):
+            calls.check()
+        # After a backward of one_call the push of shares has waited until the keys were read.
+        inputs = [calls.shard(x, True).requires_grad_() for x in calls.tensors[:3]]
+        with cp_dispatch.enabled(schedule=schedule):
+            calls.problem.attend(*inputs)
+
+    assert all(run(2, body).values())
+    rooms.assert_all_was_read()
 
 
 def test_calls_on_another_stream_are_of_another_kind(monkeypatch):
