@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.schedules import known_call, known_heads
 from cp_dispatch.schedules.known_call import KnownCalls
-from tests.distributed.calls import only
+from tests.distributed.calls import in_stages, only
+from tests.distributed.permuted import run_permuted
 from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.rooms import Rooms
 from tests.distributed.test_one_call_threads import counted, prefix_backward, prefix_forward
@@ -245,6 +246,40 @@ def test_nothing_is_known_of_heads_dealt_unevenly(rooms, case):
             calls.check()
 
     assert not any(run(4, body).values())
+    rooms.assert_all_was_read()
+
+
+def test_nothing_is_known_of_heads_in_stages(rooms, monkeypatch):
+    in_stages(monkeypatch, 2)  # each of some heads of every rank
+    case = Case(64, schedule="ulysses", heads=8, key_heads=8)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(3):
+            calls.check()
+
+    assert not any(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_batch_rows_with_layouts_of_their_own(rooms, groups):
+    """Are kernel calls of their own: known is one row, where others have others."""
+    layout = PerDocumentHeadTail([[24], [20, 4]], 2)
+    problem = Problem(batch=2, heads=4, length=24, dim=8, causal=True)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (groups, 2))
+        for _ in range(4):
+            got = run_permuted(
+                problem, layout, mesh, placements=[Shard(0), Shard(2)], schedule="ulysses"
+            )
+            check(got, want, alone)
+
+    calls = run(2 * groups, body)
+    assert all(calls.values()) if groups == 2 else not any(calls.values())
     rooms.assert_all_was_read()
 
 
