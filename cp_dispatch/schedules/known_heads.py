@@ -15,7 +15,7 @@ from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.mailbox import on_default_stream
-from cp_dispatch.schedules.pushed_heads import as_rows, prepared
+from cp_dispatch.schedules.pushed_heads import are_thin, as_rows, prepared
 
 
 class KnownHeads(Known):
@@ -64,7 +64,7 @@ class _Way:
         if not self.is_all:
             return
         self._is_causal, (self.box, self._out, self._parts), (_, self._home, _) = found
-        _, thin = prepared(self._parts, [x for x, _ in outgoing])
+        thin = are_thin(self._parts, [x for x, _ in outgoing])
         whole = (False,) * len(home)
         self._numbers, self._own = self._out.numbers(self.box, thin), self._out.own(self.box)
         self._numbers_home, self._whole = self._home.numbers(self.box, whole), whole

@@ -110,7 +110,7 @@ class PushedHomeward(_Pushed):
 def prepared(parts: Sequence[Part], tensors: Sequence[Tensor]):
     """Tensors ``(B, H, S, dim)`` that go out, as :meth:`Moves.sources` takes them, and which of
     them are packed."""
-    thin = tuple(_is_thin(part, x) for part, x in zip(parts, tensors, strict=True))
+    thin = are_thin(parts, tensors)
     packed = iter(_packed([x for x in zip(tensors, parts, thin, strict=True) if x[2]]))
     rows = [
         next(packed) if is_thin else as_rows(x) for x, is_thin in zip(tensors, thin, strict=True)
@@ -123,9 +123,14 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor[..., 0].contiguous() if tensor.size(3) == 1 else rows_for([tensor])[0]
 
 
-def _is_thin(part: Part, tensor: Tensor) -> bool:
-    width = part.heads[0].length * part.dim * part.dtype.itemsize
-    return part.dim > 1 and width < _LEAST_WIDTH and part.step(tensor.size(1)) > 0
+def are_thin(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which of the tensors are packed before they are copied."""
+    return tuple(
+        part.dim > 1
+        and part.heads[0].length * part.dim * part.dtype.itemsize < _LEAST_WIDTH
+        and part.step(tensor.size(1)) > 0
+        for part, tensor in zip(parts, tensors, strict=True)
+    )
 
 
 def _packed(found: Sequence[tuple[Tensor, Part, bool]]) -> list[Tensor]:
