@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
 from cp_dispatch import HeadTail, PerDocumentHeadTail
@@ -164,10 +165,11 @@ def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, fa
     assert calls["backward"] == 3 * 3, calls
 
 
-def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_without_gradients_of_keys(rooms, schedule):
     """A backward of the query alone is none that was learned."""
 
-    case = Case(32)
+    case = Case(32, schedule=schedule)
 
     def body(rank):
         calls = Calls(case, rank, 2)
@@ -175,12 +177,49 @@ def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
             calls.check()
         *inputs, grad = (calls.shard(x, True) for x in calls.tensors)
         inputs[0].requires_grad_()
-        with cp_dispatch.enabled(schedule="one_call"):
+        with cp_dispatch.enabled(schedule=schedule):
             for _ in range(3):
                 (found,) = torch.autograd.grad(calls.problem.attend(*inputs), inputs[:1], grad)
         check([found.full_tensor()], calls.want[1:2], calls.alone[1:2])
 
-    run(2, body)
+    calls = run(2, body)
+    rooms.assert_all_was_read()
+    assert calls["forward"] >= 2 * 4 and calls["backward"] <= 2 * 2, calls
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_a_checkpoint_that_recomputes_a_known_call_in_another_order_raises(rooms, schedule):
+    case, layout = Case(32, schedule=schedule), HeadTail(32, 2)
+
+    def body(rank):
+        first, second = Calls(case, rank, 2), Calls(case, rank, 2, layout)
+        for calls in (first, second):
+            for _ in range(4):
+                calls.run()
+        *inputs, grad = (first.shard(x, True) for x in case.tensors)
+        inputs = [x.requires_grad_() for x in inputs]
+        with cp_dispatch.enabled(schedule=schedule):
+            output = checkpoint(case.problem.attend, *inputs, use_reentrant=False)
+        with cp_dispatch.enabled(schedule=schedule, layout=layout):
+            with pytest.raises(cp_dispatch.ContextParallelError, match="in another order"):
+                torch.autograd.grad(output, inputs, grad)
+        first.check()
+
+    assert all(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_nothing_is_known_of_a_negative_scale(rooms, schedule):
+    """Of which kernels get the size, and queries the sign."""
+    case = Case(32, schedule=schedule, scale=-0.3, causal=False)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(4):
+            calls.check()
+
+    assert not any(run(2, body).values())
     rooms.assert_all_was_read()
 
 
