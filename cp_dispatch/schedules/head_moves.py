@@ -127,10 +127,9 @@ class Moves:
     @functools.cached_property
     def is_even(self) -> bool:
         """Whether ranks have as many heads of each part, one rank's after the other's."""
-        counts = [part.heads[0].length for part in self._parts]
-        return all(counts) and all(
-            span == (rank * count, count)
-            for part, count in zip(self._parts, counts, strict=True)
+        return all(
+            span == (rank * part.heads[0].length, part.heads[0].length)
+            for part in self._parts
             for rank, span in enumerate(part.heads)
         )
 

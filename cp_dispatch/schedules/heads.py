@@ -265,9 +265,8 @@ class _Team:
         comes home, as for :meth:`_parts`, where that and one kernel call is all of the call; else
         None. After a call, which has made the rooms."""
         tiles = self._across.geometry.tiles_of(0, 0, self._job.batch_start, self._batch)
-        is_one = self._at_once and self.joins and not self.repeats_keys and len(tiles) == 1
-        share = self._stages[0][self._rank]
-        if not is_one or tiles[0].row is not None or len(share.segments) > 1:
+        # Where messages join no key head is shared, and a share is one segment.
+        if not (self._at_once and self.joins and len(tiles) == 1):
             return None
         found = []
         for name, outward, dealt in (

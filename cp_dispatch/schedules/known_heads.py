@@ -12,11 +12,10 @@ from torch import Tensor
 
 from cp_dispatch.merge import to_token_major, token_major
 from cp_dispatch.rows import copy_rows
-from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.mailbox import on_default_stream
-from cp_dispatch.schedules.pushed_heads import prepared
+from cp_dispatch.schedules.pushed_heads import are_thin, as_rows, prepared
 
 
 class KnownHeads(Known):
@@ -65,7 +64,7 @@ class _Way:
         if not self.is_all:
             return
         self._is_causal, (self.box, self._out, self._parts), (_, self._home, _) = found
-        _, thin = prepared(self._parts, [x for x, _ in outgoing])
+        thin = are_thin(self._parts, [x for x, _ in outgoing])
         whole = (False,) * len(home)
         self._numbers, self._own = self._out.numbers(self.box, thin), self._out.own(self.box)
         self._numbers_home, self._whole = self._home.numbers(self.box, whole), whole
@@ -82,24 +81,21 @@ class _Way:
         self._push(self._out.sources(*prepared(self._parts, tensors)), self._numbers)
 
     def _bring_home(self, pieces: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows."""
-        self._release()
-        rows = [x if x.dim() == 3 else rows_for([x])[0] for x in pieces]
+        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows. The
+        push waits until what came out has been read."""
+        rows = [x if x.dim() == 3 else as_rows(x) for x in pieces]
         self._push(self._home.sources(rows, self._whole), self._numbers_home)
         targets = [x.unflatten(1, (x.size(1) // y.size(2), -1)).transpose(0, 1)
                    for x, y in zip(results, self._came, strict=True)]  # fmt: skip
         copy_rows(targets, self._came, None, [2] * len(targets), False)
-        self._release()
+        if not self._here:
+            self.box.release()
 
     def _push(self, sources: list[Tensor], numbers: list[int]) -> None:
         if self._here:
             self.box.push_rows_here(sources, numbers)
         else:
             self.box.push_rows(sources, numbers, opens=True, then_wait=True)
-
-    def _release(self) -> None:
-        if not self._here:
-            self.box.release()
 
 
 class _Forward(_Way):

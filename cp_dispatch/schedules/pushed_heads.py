@@ -83,8 +83,7 @@ class PushedHomeward(_Pushed):
         wholes = []
         for part, tensors in zip(parts, pieces, strict=True):
             tensors = [x.to(part.dtype) for x in tensors]
-            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
-            wholes.append(whole[..., 0].contiguous() if part.dim == 1 else rows_for([whole])[0])
+            wholes.append(as_rows(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)))
         self._push(wholes, (False,) * len(parts))
 
     def wait(self, *results: Tensor) -> None:
@@ -111,19 +110,27 @@ class PushedHomeward(_Pushed):
 def prepared(parts: Sequence[Part], tensors: Sequence[Tensor]):
     """Tensors ``(B, H, S, dim)`` that go out, as :meth:`Moves.sources` takes them, and which of
     them are packed."""
-    thin = tuple(_is_thin(part, x) for part, x in zip(parts, tensors, strict=True))
+    thin = are_thin(parts, tensors)
     packed = iter(_packed([x for x in zip(tensors, parts, thin, strict=True) if x[2]]))
     rows = [
-        next(packed) if is_thin else
-        x[..., 0].contiguous() if part.dim == 1 else rows_for([x])[0]
-        for part, x, is_thin in zip(parts, tensors, thin, strict=True)
-    ]  # fmt: skip
+        next(packed) if is_thin else as_rows(x) for x, is_thin in zip(tensors, thin, strict=True)
+    ]
     return rows, thin
 
 
-def _is_thin(part: Part, tensor: Tensor) -> bool:
-    width = part.heads[0].length * part.dim * part.dtype.itemsize
-    return part.dim > 1 and width < _LEAST_WIDTH and part.step(tensor.size(1)) > 0
+def as_rows(tensor: Tensor) -> Tensor:
+    """A tensor ``(B, H, S, dim)`` as :meth:`Moves.sources` takes it."""
+    return tensor[..., 0].contiguous() if tensor.size(3) == 1 else rows_for([tensor])[0]
+
+
+def are_thin(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which of the tensors are packed before they are copied."""
+    return tuple(
+        part.dim > 1
+        and part.heads[0].length * part.dim * part.dtype.itemsize < _LEAST_WIDTH
+        and part.step(tensor.size(1)) > 0
+        for part, tensor in zip(parts, tensors, strict=True)
+    )
 
 
 def _packed(found: Sequence[tuple[Tensor, Part, bool]]) -> list[Tensor]:

@@ -179,7 +179,7 @@ class Box:
                 continue
             assert len(slabs) == 1 or stride >= slabs[0].nbytes
             target = self._at(address, (len(slabs), slabs[0].nbytes), stride)
-            target.copy_(slabs.flatten(1).view(torch.uint8))
+            target.view(slabs.dtype).copy_(slabs.flatten(1))
             if not own <= address < own + len(self._memory[self._rank]):
                 name = self._key[1], self._rank
                 self._rooms.sent[name] = self._rooms.sent.get(name, 0) + slabs.nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +11,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.layouts import Span, natural
 from cp_dispatch.schedules import head_shares
+from cp_dispatch.schedules.head_moves import Moves, runs_of
+from cp_dispatch.schedules.wire import Part
 from tests.distributed.calls import in_stages, only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
@@ -148,6 +153,36 @@ def test_rows_in_many_places_are_not_pushed(monkeypatch):
     assert not rooms.used
 
 
+def test_copy_engines_leave_the_order_that_masks_lie_in(monkeypatch):
+    """That of the shards, where nothing is masked by position."""
+    rooms = Rooms(monkeypatch)
+    problem = Problem(batch=2, heads=4, length=64, dim=16, mask=Mask("1hqk", None, needs_grad=True))
+    layout, where = HeadTail(64, 4), [Replicate()]
+    judge(problem, 4, "ulysses", "math", balancer=layout, mask_placements=where)
+    assert rooms.used
+
+
+def test_copy_engines_bring_nothing_to_ranks_without_heads(monkeypatch):
+    rooms = Rooms(monkeypatch)
+    problem = Problem(heads=4, length=10, causal=True)
+    judge(problem, 6, "ulysses", "math", (2, 3), [Shard(2), Shard(1)])
+    assert rooms.used
+
+
+def test_no_two_ranks_push_to_one_at_a_time():
+    runs = runs_of(natural(12, 12, (3,), True), False, 0, 2)
+    heads = tuple(Span(rank, 1) for rank in range(3))
+    parts = Part(torch.float32, 8, heads), Part(torch.float32, 1, heads)
+    box = mock.Mock(move=lambda source, first, rows, peer, *_: [peer])
+    for outward in (True, False):
+        found = [
+            Moves(rank, outward, 2, (4, 4, 4), runs, parts).numbers(box, (False, False))
+            for rank in range(3)
+        ]
+        assert all(len(set(peers)) == 3 for peers in zip(*found, strict=True))
+        assert [peers[-1] for peers in found] == [0, 1, 2], "what stays comes last"
+
+
 @pytest.mark.parametrize("dtype, kernel", [
     (torch.bfloat16, "cpu_flash"), (torch.bfloat16, "math"), (torch.float64, "cpu_flash"),
 ], ids=str)  # fmt: skip
@@ -281,11 +316,16 @@ def test_meshes(shape, placements, schedule):
         assert plan.head_ranks == (ranks[-1] if len(ranks) == 2 else 2)
 
 
-def test_layouts_of_batch_rows_that_other_ranks_hold():
-    problem = Problem(batch=4, heads=2, length=24, dim=8, causal=True)
+@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 2)], ids=str)
+def test_layouts_of_batch_rows_that_other_ranks_hold(monkeypatch, ranks, pushed):
+    """Or this one, whose rows lie in as many pieces as documents make."""
+    rooms = Rooms(monkeypatch) if pushed else None
+    problem = Problem(batch=4, heads=4, length=24, dim=128, causal=True)
     rows = PerDocumentHeadTail([[24], [20, 4], [7, 17], [9, 15]], 2)
     where = [Shard(0), Shard(2)]
-    judge(problem, 4, "ulysses", "cpu_flash", (2, 2), where, balancer=rows)
+    judge(problem, torch.Size(ranks).numel(), "ulysses", "cpu_flash", ranks, where, balancer=rows)
+    assert rooms is None or rooms.used
 
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
-from cp_dispatch import HeadTail
+from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
-from cp_dispatch.schedules import known_call
+from cp_dispatch.schedules import known_call, known_heads
 from cp_dispatch.schedules.known_call import KnownCalls
-from tests.distributed.calls import only
+from tests.distributed.calls import in_stages, only
+from tests.distributed.permuted import run_permuted
 from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.rooms import Rooms
 from tests.distributed.test_one_call_threads import counted, prefix_backward, prefix_forward
@@ -163,10 +165,11 @@ def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, fa
     assert calls["backward"] == 3 * 3, calls
 
 
-def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_without_gradients_of_keys(rooms, schedule):
     """A backward of the query alone is none that was learned."""
 
-    case = Case(32)
+    case = Case(32, schedule=schedule)
 
     def body(rank):
         calls = Calls(case, rank, 2)
@@ -174,18 +177,56 @@ def test_a_bias_of_none_needs_no_gradient_of_keys(rooms):
             calls.check()
         *inputs, grad = (calls.shard(x, True) for x in calls.tensors)
         inputs[0].requires_grad_()
-        with cp_dispatch.enabled(schedule="one_call"):
+        with cp_dispatch.enabled(schedule=schedule):
             for _ in range(3):
                 (found,) = torch.autograd.grad(calls.problem.attend(*inputs), inputs[:1], grad)
         check([found.full_tensor()], calls.want[1:2], calls.alone[1:2])
 
-    run(2, body)
+    calls = run(2, body)
+    rooms.assert_all_was_read()
+    assert calls["forward"] >= 2 * 4 and calls["backward"] <= 2 * 2, calls
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_a_checkpoint_that_recomputes_a_known_call_in_another_order_raises(rooms, schedule):
+    case, layout = Case(32, schedule=schedule), HeadTail(32, 2)
+
+    def body(rank):
+        first, second = Calls(case, rank, 2), Calls(case, rank, 2, layout)
+        for calls in (first, second):
+            for _ in range(4):
+                calls.run()
+        *inputs, grad = (first.shard(x, True) for x in case.tensors)
+        inputs = [x.requires_grad_() for x in inputs]
+        with cp_dispatch.enabled(schedule=schedule):
+            output = checkpoint(case.problem.attend, *inputs, use_reentrant=False)
+        with cp_dispatch.enabled(schedule=schedule, layout=layout):
+            with pytest.raises(cp_dispatch.ContextParallelError, match="in another order"):
+                torch.autograd.grad(output, inputs, grad)
+        first.check()
+
+    assert all(run(2, body).values())
     rooms.assert_all_was_read()
 
 
-def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch):
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_nothing_is_known_of_a_negative_scale(rooms, schedule):
+    """Of which kernels get the size, and queries the sign."""
+    case = Case(32, schedule=schedule, scale=-0.3, causal=False)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(4):
+            calls.check()
+
+    assert not any(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch, schedule):
     monkeypatch.setattr(CpuFlash, "head_dim_multiple", 32)
-    case = Case(32)
+    case = Case(32, schedule=schedule)
 
     def body(rank):
         calls = Calls(case, rank, 2)
@@ -203,6 +244,7 @@ HEADS = {
     "thin rows packed, others not": {"dim": 128, "heads": 32, "key_heads": 4, "batch": 2},
     "wide rows": {"dim": 128, "heads": 16, "key_heads": 16, "layout": HeadTail(64, 4)},
     "bfloat16": {"dtype": torch.bfloat16, "key_heads": 4},
+    "a head dim of 1": {"dim": 1, "batch": 2},  # moved as the logsumexp is
 }
 
 
@@ -246,6 +288,40 @@ def test_nothing_is_known_of_heads_dealt_unevenly(rooms, case):
     rooms.assert_all_was_read()
 
 
+def test_nothing_is_known_of_heads_in_stages(rooms, monkeypatch):
+    in_stages(monkeypatch, 2)  # each of some heads of every rank
+    case = Case(64, schedule="ulysses", heads=8, key_heads=8)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(3):
+            calls.check()
+
+    assert not any(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_batch_rows_with_layouts_of_their_own(rooms, groups):
+    """Are kernel calls of their own: known is one row, where others have others."""
+    layout = PerDocumentHeadTail([[24], [20, 4]], 2)
+    problem = Problem(batch=2, heads=4, length=24, dim=8, causal=True)
+    tensors = problem.tensors()
+    want, alone = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (groups, 2))
+        for _ in range(4):
+            got = run_permuted(
+                problem, layout, mesh, placements=[Shard(0), Shard(2)], schedule="ulysses"
+            )
+            check(got, want, alone)
+
+    calls = run(2 * groups, body)
+    assert all(calls.values()) if groups == 2 else not any(calls.values())
+    rooms.assert_all_was_read()
+
+
 def test_nothing_is_known_of_no_batch_row(rooms):
     """Of which there is nothing to send, nor anything that kernels take."""
 
@@ -259,6 +335,26 @@ def test_nothing_is_known_of_no_batch_row(rooms):
                 output.to_local().sum().backward()
 
     assert not any(run(2, body).values()) and not rooms.sent
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
+    """Whose copies are the side stream's: waited for, and told once what came has been read."""
+    for module in (known_call, known_heads):
+        monkeypatch.setattr(module, "on_default_stream", lambda device: False)
+    case = Case(32, schedule=schedule)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(5):
+            calls.check()
+        # After a backward of one_call the push of shares has waited until the keys were read.
+        inputs = [calls.shard(x, True).requires_grad_() for x in calls.tensors[:3]]
+        with cp_dispatch.enabled(schedule=schedule):
+            calls.problem.attend(*inputs)
+
+    assert all(run(2, body).values())
+    rooms.assert_all_was_read()
 
 
 def test_calls_on_another_stream_are_of_another_kind(monkeypatch):

@@ -208,6 +208,7 @@ def test_steps_are_noted_down(monkeypatch):
         (lambda: box.push_rows([], [], opens=True), [opened, pushed]),
         (lambda: box.push_rows([], [], opens_too=other), [("gradients", 0), pushed]),
         (here, [opened, ("gradients", 0), pushed]),
+        (lambda: box.push_rows_here([], []), [opened, pushed]),
     ):
         step()
         assert steps == noted
@@ -249,7 +250,11 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
         assert waits() and not waits(), "what another stream waited for is not the default's"
 
 
-def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
+@pytest.mark.parametrize("push, op", [
+    (lambda box: box.push_here(None, None, None, (box,)), "push_pair"),
+    (lambda box: box.push_rows_here([], []), "push_rows"),
+], ids=["pair", "rows"])  # fmt: skip
+def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, op):
     """Calls on the default stream tell no other stream when they have read what came."""
     log: list[object] = []
     box, current, capturing = without_peers("keys", []), 0, False
@@ -267,17 +272,15 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch):
         action()
         return log.copy()
 
-    def pushes():
-        box.push_here(None, None, None, (box,))
-
+    pushes = functools.partial(push, box)
     ways = [
         (box.open, ["raise_flags"]),
         (lambda: box.push_rows([], [], opens=True), ["push_rows"]),
         (lambda: box.pull([], []), ["push_slabs"]),
     ]
     for way, alone in ways:
-        assert logged(pushes) == ["join_streams", "push_pair"], "others' work on the box first"
-        assert logged(pushes) == ["push_pair"]
+        assert logged(pushes) == ["join_streams", op], "others' work on the box first"
+        assert logged(pushes) == [op]
         assert logged(way) == alone, "in one stream"
         current = 7
         assert logged(way) == alone, "the default stream has told"
