@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
 # Query, key and value of a stage have at least so many bytes, forward and backward. Every stage
-# costs the host close to a millisecond (2 H200s), as long as it takes to attend with about so many;
-# and with more stages the kernels become small, while only the first and the last message are left
-# to hide. A backward computes 2.5 times as much, and its kernels take room for a stage's heads:
-# of 96 MiB two stages took 1% less time and 110 MiB less there, where a forward took up to 8% more.
+# cost the host close to a millisecond (2 H200s, before numbers of messages were kept), as long as
+# it takes to attend with about so many; and with more stages the kernels become small, while only
+# the first and the last message are left to hide. A backward computes 2.5 times as much, and its
+# kernels take room for a stage's heads: of 96 MiB two stages took 1% less time and 110 MiB less
+# there, where a forward took up to 8% more.
 _LEAST_BYTES = 160 * 2**20, 48 * 2**20
 _MOST_STAGES = 4
 

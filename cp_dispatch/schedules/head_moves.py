@@ -108,7 +108,7 @@ class Moves:
     which way: all heads of own rows out, or own heads of all rows home."""
 
     def __init__(self, rank: int, outward: bool, batch: int, lengths, runs: Runs, parts):
-        self._rank, self._outward, self._parts, self._runs = rank, outward, parts, runs
+        self._rank, self._outward, self.parts, self._runs = rank, outward, parts, runs
         self._length = lengths[rank]
         self._is_one_run = all(len(row[rank]) == 1 for row in runs)
         ranks = range(len(lengths))
@@ -129,7 +129,7 @@ class Moves:
         """Whether ranks have as many heads of each part, one rank's after the other's."""
         return all(
             span == (rank * part.heads[0].length, part.heads[0].length)
-            for part in self._parts
+            for part in self.parts
             for rank, span in enumerate(part.heads)
         )
 
@@ -139,13 +139,13 @@ class Moves:
         room = self.rooms[self._rank]
         if self._outward or not self.is_even:
             return room.views(box, self._rank)
-        return room.side_by_side(box, self._rank, len(self._parts))
+        return room.side_by_side(box, self._rank, len(self.parts))
 
     def sources(self, tensors: Sequence[Tensor], thin: Sequence[bool]) -> list[Tensor]:
         """What :meth:`numbers` tells to move, of tensors as copies take them: ``(B, S, H, dim)``,
         ``(B, H, S)`` for one number a row, or packed, ``(B, ranks, S, heads, dim)``."""
         found = []
-        for tensor, part, is_packed in zip(tensors, self._parts, thin, strict=True):
+        for tensor, part, is_packed in zip(tensors, self.parts, thin, strict=True):
             if is_packed:
                 found.append(tensor.flatten(0, 2)[None])
             elif not self._outward and part.dim > 1:
@@ -171,7 +171,7 @@ class Moves:
         for step in range(ranks):
             peer = (rank + 1 + step) % ranks
             at = 0
-            for index, (part, is_packed) in enumerate(zip(self._parts, thin, strict=True)):
+            for index, (part, is_packed) in enumerate(zip(self.parts, thin, strict=True)):
                 for row, runs in enumerate(self._runs):
                     if self._outward:
                         found += self._outward_moves(box, peer, index, row, at, is_packed)
@@ -194,7 +194,7 @@ class Moves:
 
     def _outward_moves(self, box, peer: int, index: int, row: int, at: int, is_packed: bool):
         """Of a batch row of a part, whose sources begin at ``at``."""
-        part, room, ranks = self._parts[index], self.rooms[peer], len(self.rooms)
+        part, room, ranks = self.parts[index], self.rooms[peer], len(self.rooms)
         start, count = part.heads[peer]
         own, item, moves = self._runs[row][self._rank], part.dtype.itemsize, []
         for number, run in enumerate(own):
@@ -212,7 +212,7 @@ class Moves:
 
     def _move_home(self, box, peer: int, index: int, row: int, run: Run, source: int) -> list[int]:
         """Of a run of the peer's rows."""
-        room, slot = self.rooms[peer], self._rank * len(self._parts) + index
+        room, slot = self.rooms[peer], self._rank * len(self.parts) + index
         pitch = room.shapes[slot][2] * room.dtypes[slot].itemsize  # of one number a row
         offset = room.offset(slot, row, run.own)
         return box.move(source, run.at, run.length, peer, offset, pitch)

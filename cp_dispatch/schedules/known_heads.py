@@ -14,7 +14,7 @@ from cp_dispatch.merge import to_token_major, token_major
 from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
-from cp_dispatch.schedules.mailbox import on_default_stream
+from cp_dispatch.schedules.mailbox import Mailbox, on_default_stream
 from cp_dispatch.schedules.pushed_heads import are_thin, as_rows, prepared
 
 
@@ -28,53 +28,62 @@ class KnownHeads(Known):
 
     def learn_forward(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See :class:`~cp_dispatch.schedules.known_call.Known`."""
-        self._learn(0, _Forward, query, key, value)
+        backend, tensors = self._job.backend, (query, key, value)
+        outgoing = (query, False), (key, True), (value, True)
+        home = (
+            (backend.output_dtype(query.dtype), value.size(3), False),
+            (backend.logsumexp_dtype(query.dtype), 1, False),
+        )
+        self._learn(0, _Forward, tensors, tensors, outgoing, home)
 
-    def learn_backward(self, *tensors: Tensor) -> None:
+    def learn_backward(
+        self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
+        logsumexp: Tensor,
+    ) -> None:  # fmt: skip
         """See :class:`~cp_dispatch.schedules.known_call.Known`; of a backward with gradients of
         keys."""
-        self._learn(1, _Backward, *tensors)
+        tensors = grad_output, query, key, value, output, logsumexp
+        rows = query, grad_output, output, logsumexp.unsqueeze(-1)
+        outgoing = *((x, False) for x in rows), (key, True), (value, True)
+        inputs = (query, False), (key, True), (value, True)
+        home = [(x.dtype, x.size(3), of_key) for x, of_key in inputs]
+        self._learn(1, _Backward, tensors, (query, key, value), outgoing, home)
 
-    def _learn(self, index: int, kind: type[_Way], *tensors: Tensor) -> None:
+    def _learn(self, index: int, kind: type[_Way], tensors, inputs, outgoing, home) -> None:
+        """``outgoing``: ``(tensor, whether it has the keys' heads)`` of what goes out; ``home``:
+        ``(dtype, dim, whether it has the keys' heads)`` of what comes home."""
         if not self._may_learn(index, tensors):
             return
-        way = None
+        way = box = None
         if self._are_plain([x for x in tensors if x.dim() == 4]):
-            way = kind(self._job, self._team_of, *tensors)
-        if way is not None and not way.is_all:
-            way = None
-        self._keep(index, tensors, way, None if way is None else way.box)
+            there = [(x.dtype, x.size(3), of_key) for x, of_key in outgoing]
+            found = self._team_of(self._job, *inputs, index == 1).only_messages(there, home)
+            if found is not None:
+                way, box = kind(self._job, *found, [x for x, _ in outgoing]), found[1]
+        self._keep(index, tensors, way, box)
 
 
 class _Way:
-    """What a forward and a backward have in common. ``is_all`` tells whether it is all of a call,
-    in one room.
+    """What a forward and a backward have in common.
 
     Args:
-        team: see :class:`KnownHeads`.
-        outgoing: ``(tensor, whether it has the keys' heads)`` of what goes out.
-        home: ``(dtype, dim, whether it has the keys' heads)`` of what comes home.
+        is_causal, box, out, home, parts: as the team tells.
+        outgoing: tensors ``(B, H, S, dim)`` of the kind that goes out.
     """
 
-    def __init__(self, job: Job, team, outgoing, home):
-        self._backend, self._scale = job.backend, job.scale
-        there = [(x.dtype, x.size(3), of_key) for x, of_key in outgoing]
-        found = team.only_messages(there, home)
-        self.is_all = found is not None and found[1][0] is found[2][0] and found[2][1].is_even
-        if not self.is_all:
-            return
-        self._is_causal, (self.box, self._out, self._parts), (_, self._home, _) = found
-        thin = are_thin(self._parts, [x for x, _ in outgoing])
-        whole = (False,) * len(home)
-        self._numbers, self._own = self._out.numbers(self.box, thin), self._out.own(self.box)
-        self._numbers_home, self._whole = self._home.numbers(self.box, whole), whole
-        self._came = self._home.own(self.box)
-        self._here = on_default_stream(outgoing[0][0].device)
+    def __init__(self, job: Job, is_causal: bool, box: Mailbox, out, home, parts, outgoing):
+        self._backend, self._scale, self._is_causal = job.backend, job.scale, is_causal
+        self._box, self._out, self._home, self._parts = box, out, home, parts
+        thin = are_thin(parts, outgoing)
+        self._numbers, self._own = out.numbers(box, thin), out.own(box)
+        self._whole = (False,) * len(home.parts)
+        self._numbers_home, self._came = home.numbers(box, self._whole), home.own(box)
+        self._here = on_default_stream(outgoing[0].device)
 
     @property
     def is_current(self) -> bool:
         """Whether the room still is one."""
-        return self.box.is_current
+        return self._box.is_current
 
     def _send(self, *tensors: Tensor) -> None:
         """Until the heads of this rank are there."""
@@ -89,43 +98,28 @@ class _Way:
                    for x, y in zip(results, self._came, strict=True)]  # fmt: skip
         copy_rows(targets, self._came, None, [2] * len(targets), False)
         if not self._here:
-            self.box.release()
+            self._box.release()
 
     def _push(self, sources: list[Tensor], numbers: list[int]) -> None:
         if self._here:
-            self.box.push_rows_here(sources, numbers)
+            self._box.push_rows_here(sources, numbers)
         else:
-            self.box.push_rows(sources, numbers, opens=True, then_wait=True)
+            self._box.push_rows(sources, numbers, opens=True, then_wait=True)
 
 
 class _Forward(_Way):
-    def __init__(self, job: Job, team_of: Callable, query: Tensor, key: Tensor, value: Tensor):
-        self._dtype = job.backend.output_dtype(query.dtype)
-        self._lse_dtype = job.backend.logsumexp_dtype(query.dtype)
-        outgoing = (query, False), (key, True), (value, True)
-        home = (self._dtype, value.size(3), False), (self._lse_dtype, 1, False)
-        super().__init__(job, team_of(job, query, key, value, False), outgoing, home)
-
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         self._send(query, key, value)
         out, lse = self._backend.forward(*self._own, None, self._is_causal, self._scale)
-        pieces = to_token_major(out, self._dtype), lse.to(self._lse_dtype).contiguous()
-        output = token_major(*query.shape[:3], value.size(3), like=query, dtype=self._dtype)
-        logsumexp = query.new_empty(query.shape[:3], dtype=self._lse_dtype)
+        dtype, lse_dtype = (part.dtype for part in self._home.parts)
+        pieces = to_token_major(out, dtype), lse.to(lse_dtype).contiguous()
+        output = token_major(*query.shape[:3], value.size(3), like=query, dtype=dtype)
+        logsumexp = query.new_empty(query.shape[:3], dtype=lse_dtype)
         self._bring_home(pieces, (output, logsumexp.unsqueeze(-1)))
         return output, logsumexp
 
 
 class _Backward(_Way):
-    def __init__(
-        self, job: Job, team_of: Callable, grad_output: Tensor, query: Tensor, key: Tensor,
-        value: Tensor, output: Tensor, logsumexp: Tensor,
-    ):  # fmt: skip
-        rows = query, grad_output, output, logsumexp.unsqueeze(-1)
-        outgoing = *((x, False) for x in rows), (key, True), (value, True)
-        home = [(x.dtype, x.size(3), x is not query) for x in (query, key, value)]
-        super().__init__(job, team_of(job, query, key, value, True), outgoing, home)
-
     def __call__(
         self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         logsumexp: Tensor,

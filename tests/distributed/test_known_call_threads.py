@@ -90,6 +90,18 @@ def run(world_size: int, body) -> dict[str, int]:
     return calls
 
 
+def assert_nothing_is_known(rooms: Rooms, case: Case, world_size: int) -> None:
+    """Right at every call, by the whole way."""
+
+    def body(rank):
+        calls = Calls(case, rank, world_size)
+        for _ in range(4):
+            calls.check()
+
+    assert not any(run(world_size, body).values())
+    rooms.assert_all_was_read()
+
+
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size, schedule):
@@ -212,29 +224,13 @@ def test_a_checkpoint_that_recomputes_a_known_call_in_another_order_raises(rooms
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_nothing_is_known_of_a_negative_scale(rooms, schedule):
     """Of which kernels get the size, and queries the sign."""
-    case = Case(32, schedule=schedule, scale=-0.3, causal=False)
-
-    def body(rank):
-        calls = Calls(case, rank, 2)
-        for _ in range(4):
-            calls.check()
-
-    assert not any(run(2, body).values())
-    rooms.assert_all_was_read()
+    assert_nothing_is_known(rooms, Case(32, schedule=schedule, scale=-0.3, causal=False), 2)
 
 
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_nothing_is_known_of_heads_that_kernels_want_padded(rooms, monkeypatch, schedule):
     monkeypatch.setattr(CpuFlash, "head_dim_multiple", 32)
-    case = Case(32, schedule=schedule)
-
-    def body(rank):
-        calls = Calls(case, rank, 2)
-        for _ in range(3):
-            calls.check()
-
-    assert not any(run(2, body).values())
-    rooms.assert_all_was_read()
+    assert_nothing_is_known(rooms, Case(32, schedule=schedule), 2)
 
 
 HEADS = {
@@ -277,28 +273,12 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_nothing_is_known_of_heads_dealt_unevenly(rooms, case):
-    case = Case(64, schedule="ulysses", **UNKNOWN[case])
-
-    def body(rank):
-        calls = Calls(case, rank, 4)
-        for _ in range(3):
-            calls.check()
-
-    assert not any(run(4, body).values())
-    rooms.assert_all_was_read()
+    assert_nothing_is_known(rooms, Case(64, schedule="ulysses", **UNKNOWN[case]), 4)
 
 
 def test_nothing_is_known_of_heads_in_stages(rooms, monkeypatch):
     in_stages(monkeypatch, 2)  # each of some heads of every rank
-    case = Case(64, schedule="ulysses", heads=8, key_heads=8)
-
-    def body(rank):
-        calls = Calls(case, rank, 2)
-        for _ in range(3):
-            calls.check()
-
-    assert not any(run(2, body).values())
-    rooms.assert_all_was_read()
+    assert_nothing_is_known(rooms, Case(64, schedule="ulysses", heads=8, key_heads=8), 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
