@@ -43,7 +43,9 @@ KERNELS = {
 
 
 def options():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog="Run it with torchrun, or with --fake."
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernel", default="flash", choices=KERNELS)
     parser.add_argument("--calls", type=int, default=300)
@@ -206,9 +208,12 @@ def main() -> None:
     only = sdpa_kernel(KERNELS[args.kernel]) if args.device == "cuda" else contextlib.nullcontext()
     with only:
         timed("kernels alone, local", case.local, *[case.local_both] * 2, case.local_chain)
-        for name, way in candidates(args, mesh.size()):
-            if args.only and not any(part in name for part in args.only):
-                continue
+        ways = dict(candidates(args, mesh.size()))
+        chosen = [n for n in ways if not args.only or any(part in n for part in args.only)]
+        if not chosen:
+            raise SystemExit(f"--only: expected parts of {', '.join(ways)}; got {args.only}")
+        for name in chosen:
+            way = ways[name]
             try:
                 with way:
                     timed(name, case.forward, *[case.both] * 2, case.chain)
