@@ -24,7 +24,7 @@ REQUIRED_TORCH = "2.10"
 
 #: The CUDA kernel that copy engines cannot do without and that came last: a build that lacks it is
 #: older than the package.
-NEWEST_CUDA_KERNEL = "push_pair"
+NEWEST_CUDA_KERNEL = "push_heads"
 
 
 def _load() -> str:

@@ -1,4 +1,4 @@
-// Short copies to other GPUs, and the flags around them, as one kernel: each copy or flag of its own
+// Copies to other GPUs, and the flags around them, as one kernel: each copy or flag of its own
 // would cost the host as much as a launch.
 #pragma once
 
@@ -40,8 +40,9 @@ struct Signals {
 // Copies by one kernel, if there are several and all are short; else false, and nothing is done.
 bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream);
 
-// Copies and flags by one kernel, if copies are few and short; else false, and nothing is done.
-// `here` is this GPU's room.
+// Copies of any length and flags by a kernel, or more where copies are many, for a stream that has
+// nothing else to do meanwhile; false, and nothing is done, where copies are not of 16 bytes. `here`
+// is this GPU's room.
 bool push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
                     cudaStream_t stream);
 

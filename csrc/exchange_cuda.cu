@@ -11,12 +11,27 @@ namespace {
 // launch slower.
 constexpr int kMost = 64, kFew = 16;
 constexpr int kMostFlags = 24, kFewFlags = 8;
+// Bytes of a slab beside attention, which leaves copies few SMs.
 constexpr int64_t kShort = 64 * 1024;
-constexpr int kThreads = 256, kBlocks = 4;
+// Units that a thread has in flight, and blocks of a launch: two of an SM, so that a collective's
+// kernel finds room beside them while they wait for a peer.
+constexpr int kThreads = 256, kUnits = 4;
+constexpr int64_t kBlocks = 256;
+
+// A Slab in units of 16 bytes, fewer than 2**31, and its blocks.
+struct Units {
+  int4* target;
+  const int4* source;
+  uint32_t into, from;
+  Divider of_row;
+  uint32_t all;
+  uint16_t first_block, blocks;
+};
 
 template <int N>
 struct Slabs {
-  Slab slabs[N];
+  Units slabs[N];
+  int count;
 };
 
 template <int N>
@@ -35,20 +50,34 @@ struct Exchange {
 // Of the room's header, its flags ahead of what kernels count in.
 constexpr int64_t kHeader = 4096, kDone = kHeader - sizeof(uint32_t);
 
-// 16 bytes for each thread at a time.
-__device__ void copy_by_blocks(const Slab& x) {
-  const int64_t units = x.bytes / 16;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < x.rows * units;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int64_t row = i / units, at = (i - row * units) * 16;
-    *reinterpret_cast<int4*>(static_cast<char*>(x.target) + row * x.into + at) =
-        *reinterpret_cast<const int4*>(static_cast<const char*>(x.source) + row * x.from + at);
+// What this block has got to do of the slabs.
+template <int N>
+__device__ void copy_by_blocks(const Slabs<N>& all) {
+  int number = 0;
+  while (number + 1 < all.count && blockIdx.x >= all.slabs[number + 1].first_block) ++number;
+  const Units& x = all.slabs[number];
+  const uint32_t step = uint32_t{x.blocks} * kThreads;
+  for (uint32_t first = (blockIdx.x - x.first_block) * kThreads + threadIdx.x; first < x.all;
+       first += kUnits * step) {
+    int4 held[kUnits];
+    int4* targets[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const uint32_t i = first + u * step;
+      if (i >= x.all) continue;
+      const uint32_t row = x.of_row.divide(i), at = i - row * x.of_row.divisor;
+      targets[u] = x.target + int64_t{row} * x.into + at;
+      held[u] = x.source[int64_t{row} * x.from + at];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (first + u * step < x.all) *targets[u] = held[u];
+    }
   }
 }
 
-// A slab for each row of blocks.
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Slabs<kMost> all) {
-  copy_by_blocks(all.slabs[blockIdx.y]);
+  copy_by_blocks(all);
 }
 
 __device__ void put(uint32_t* flag, uint32_t value) {
@@ -83,13 +112,13 @@ __device__ void lower_all(const FlagList<N>& list) {
 template <int N, int F>
 __global__ void __launch_bounds__(kThreads)
     exchange_kernel(const __grid_constant__ Exchange<N, F> x) {
-  if (blockIdx.x == 0 && blockIdx.y == 0) raise_all(x.raise_first);
+  if (blockIdx.x == 0) raise_all(x.raise_first);
   wait_for_all(x.take_first);
-  copy_by_blocks(x.all.slabs[blockIdx.y]);
+  copy_by_blocks(x.all);
   __shared__ bool is_last;
   __threadfence_system();
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(x.done, 1) == gridDim.x * gridDim.y - 1;
+  if (threadIdx.x == 0) is_last = atomicAdd(x.done, 1) == gridDim.x - 1;
   __syncthreads();
   if (!is_last) return;
   __threadfence_system();
@@ -102,15 +131,48 @@ __global__ void __launch_bounds__(kThreads)
   lower_all(x.take_last);
 }
 
-bool is_short(const Slab& x) {
-  const auto places = reinterpret_cast<uintptr_t>(x.target) |
-                      reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
-                      static_cast<uintptr_t>(x.from) | static_cast<uintptr_t>(x.bytes);
-  return places % 16 == 0 && x.rows * x.bytes <= kShort;
+bool are_units(const std::vector<Slab>& slabs) {
+  return std::all_of(slabs.begin(), slabs.end(), [](const Slab& x) {
+    const auto places = reinterpret_cast<uintptr_t>(x.target) |
+                        reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
+                        static_cast<uintptr_t>(x.from) | static_cast<uintptr_t>(x.bytes);
+    return places % 16 == 0;
+  });
 }
 
 bool are_short(const std::vector<Slab>& slabs) {
-  return std::all_of(slabs.begin(), slabs.end(), is_short);
+  return std::all_of(slabs.begin(), slabs.end(),
+                     [](const Slab& x) { return x.rows * x.bytes <= kShort; });
+}
+
+// Blocks for so many bytes, if there may be any number.
+int64_t blocks_for(int64_t bytes) {
+  constexpr int64_t kOfBlock = int64_t{16} * kThreads * kUnits;
+  return std::max<int64_t>((bytes + kOfBlock - 1) / kOfBlock, 1);
+}
+
+// Puts slabs in a kernel's arguments; the blocks that it takes. Each has its share of them.
+template <int N>
+uint32_t put_in(Slabs<N>& all, const Slab* slabs, size_t count) {
+  int64_t wanted = 0;
+  for (size_t i = 0; i < count; ++i) wanted += blocks_for(slabs[i].rows * slabs[i].bytes);
+  uint32_t blocks = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const Slab& x = slabs[i];
+    const int64_t own = blocks_for(x.rows * x.bytes);
+    const int64_t share = wanted <= kBlocks ? own : std::max<int64_t>(own * kBlocks / wanted, 1);
+    all.slabs[i] = {static_cast<int4*>(x.target),
+                    static_cast<const int4*>(x.source),
+                    static_cast<uint32_t>(x.into / 16),
+                    static_cast<uint32_t>(x.from / 16),
+                    Divider(static_cast<uint32_t>(std::max<int64_t>(x.bytes / 16, 1))),
+                    static_cast<uint32_t>(x.rows * x.bytes / 16),
+                    static_cast<uint16_t>(blocks),
+                    static_cast<uint16_t>(share)};
+    blocks += static_cast<uint32_t>(share);
+  }
+  all.count = static_cast<int>(count);
+  return blocks;
 }
 
 int64_t most_flags(const Signals& signals) {
@@ -127,7 +189,7 @@ FlagList<N> list_of(Numbers flags) {
 }
 
 template <int N, int F>
-void launch(const std::vector<Slab>& slabs, const Signals& signals, uint32_t* done,
+void launch(const Slab* slabs, size_t count, const Signals& signals, uint32_t* done,
             cudaStream_t stream) {
   Exchange<N, F> x;
   x.raise_first = list_of<F>(signals.raise_first);
@@ -135,21 +197,20 @@ void launch(const std::vector<Slab>& slabs, const Signals& signals, uint32_t* do
   x.raise_then = list_of<F>(signals.raise_then);
   x.take_last = list_of<F>(signals.take_last);
   x.done = done;
-  std::copy(slabs.begin(), slabs.end(), x.all.slabs);
-  const dim3 grid(kBlocks, static_cast<uint32_t>(slabs.size()));
-  exchange_kernel<N, F><<<grid, kThreads, 0, stream>>>(x);
+  const uint32_t blocks = put_in(x.all, slabs, count);
+  exchange_kernel<N, F><<<blocks, kThreads, 0, stream>>>(x);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace
 
 bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
-  if (slabs.size() <= 2 || !are_short(slabs)) return false;
+  if (slabs.size() <= 2 || !are_short(slabs) || !are_units(slabs)) return false;
   for (size_t i = 0; i < slabs.size(); i += kMost) {
     const size_t count = std::min<size_t>(slabs.size() - i, kMost);
     Slabs<kMost> some;
-    std::copy_n(slabs.begin() + static_cast<std::ptrdiff_t>(i), count, some.slabs);
-    copy_kernel<<<dim3(kBlocks, static_cast<uint32_t>(count)), kThreads, 0, stream>>>(some);
+    const uint32_t blocks = put_in(some, slabs.data() + i, count);
+    copy_kernel<<<blocks, kThreads, 0, stream>>>(some);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return true;
@@ -158,13 +219,20 @@ bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
 bool push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
                     cudaStream_t stream) {
   const int64_t flags = most_flags(signals);
-  if (slabs.empty() || slabs.size() > kMost || flags > kMostFlags || !are_short(slabs)) {
-    return false;
-  }
+  if (slabs.empty() || flags > kMostFlags || !are_units(slabs)) return false;
   STD_TORCH_CHECK(here.numel() * here.element_size() >= kHeader, "a room begins with a header");
   auto* done = reinterpret_cast<uint32_t*>(static_cast<char*>(here.mutable_data_ptr()) + kDone);
   const bool few = slabs.size() <= kFew && flags <= kFewFlags;
-  (few ? launch<kFew, kFewFlags> : launch<kMost, kMostFlags>)(slabs, signals, done, stream);
+  for (size_t i = 0; i < slabs.size(); i += kMost) {
+    const size_t count = std::min<size_t>(slabs.size() - i, kMost);
+    Signals own;
+    if (i == 0) own.raise_first = signals.raise_first, own.take_first = signals.take_first;
+    if (i + count == slabs.size()) {
+      own.raise_then = signals.raise_then, own.take_last = signals.take_last;
+    }
+    (few ? launch<kFew, kFewFlags> : launch<kMost, kMostFlags>)(slabs.data() + i, count, own, done,
+                                                                stream);
+  }
   return true;
 }
 

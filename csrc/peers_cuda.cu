@@ -1,6 +1,6 @@
 // Copies to other GPUs and flags between streams of several GPUs, by copy engines and the streams
-// themselves: no kernel, so that attention keeps every SM. Short copies may be one all the same, see
-// exchange.h. The protocol is told in cp_dispatch/schedules/mailbox.py.
+// themselves: no kernel, so that attention keeps every SM. What is short, or has nothing to be hidden
+// behind, is one all the same, see exchange.h. The protocol is told in cp_dispatch/schedules/mailbox.py.
 #include <cuda.h>
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 #include "cuda_launch.h"
 #include "exchange.h"
-#include "rows.h"
+#include "slabs.h"
 
 namespace cp_dispatch {
 namespace {
@@ -81,32 +81,6 @@ void wait_for(cudaStream_t waiting, cudaStream_t other) {
   check(waits);
 }
 
-// A tensor (B, ...) whose batch rows are contiguous, and its copy.
-Slab slab_of(Tensor& target, const Tensor& source) {
-  STD_TORCH_CHECK(target.is_cuda() && source.is_cuda() && target.dim() == source.dim() &&
-                      target.dim() > 0 && target.scalar_type() == source.scalar_type(),
-                  "a tensor and its copy must be alike and on GPUs");
-  const int64_t item = static_cast<int64_t>(target.element_size());
-  int64_t bytes = item;
-  for (int64_t d = 0; d < target.dim(); ++d) {
-    STD_TORCH_CHECK(target.size(d) == source.size(d), "sizes differ in dim ", d);
-  }
-  if (target.numel() == 0) return {};
-  for (int64_t d = target.dim() - 1; d > 0; --d) {
-    STD_TORCH_CHECK(target.size(d) == 1 || (target.stride(d) * item == bytes &&
-                                            source.stride(d) * item == bytes),
-                    "a batch row must be contiguous");
-    bytes *= target.size(d);
-  }
-  const bool one = target.size(0) == 1;
-  return {target.mutable_data_ptr(),
-          source.const_data_ptr(),
-          one ? bytes : target.stride(0) * item,
-          one ? bytes : source.stride(0) * item,
-          bytes,
-          target.size(0)};
-}
-
 void copy(const Slab& x, cudaStream_t stream) {
   if (x.rows * x.bytes == 0) return;
   const bool whole = x.into == x.bytes && x.from == x.bytes;
@@ -171,6 +145,7 @@ void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& sig
 }
 
 void join_streams(const Tensor here, int64_t stream, bool side_waits) {
+  if (stream == kCurrent) return;
   const Launch launch(here.get_device_index());
   if (side_waits) {
     wait_for(handle(stream), launch.stream());
@@ -191,52 +166,6 @@ void push_slabs(std::vector<Tensor> targets, std::vector<Tensor> sources, const 
   if (then_wait) join_streams(here, stream, false);
 }
 
-// The rows of a source whose batch rows are contiguous.
-struct Source {
-  const char* start;
-  int64_t row, batch, rows, count;
-};
-
-// Of (B, ...) with the rows in dim `rows`, ahead of the other dims in memory.
-Source source_of(const Tensor& x, int64_t rows) {
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() > rows, "a source must be on a GPU, with rows in dim ",
-                  rows);
-  if (x.numel() == 0) return {nullptr, 0, 0, x.size(rows), x.size(0)};
-  const int64_t item = static_cast<int64_t>(x.element_size());
-  int64_t row = item;
-  const auto check_dim = [&](int64_t d) {
-    STD_TORCH_CHECK(x.size(d) == 1 || x.stride(d) * item == row, "a batch row must be contiguous");
-  };
-  for (int64_t d = x.dim() - 1; d > 0; --d) {
-    if (d == rows) continue;
-    check_dim(d);
-    row *= x.size(d);
-  }
-  check_dim(rows);
-  return {static_cast<const char*>(x.const_data_ptr()), row, x.stride(0) * item, x.size(rows),
-          x.size(0)};
-}
-
-// `moves` holds for each slab: which source, its first row and how many, the address where they go
-// and the bytes between batch rows there.
-std::vector<Slab> slabs_of(const Source* sources, int64_t count, Numbers moves) {
-  STD_TORCH_CHECK(moves.size % 5 == 0, "five numbers for each move");
-  std::vector<Slab> slabs;
-  slabs.reserve(moves.size / 5);
-  for (const int64_t* move = moves.start; move != moves.start + moves.size; move += 5) {
-    const int64_t index = move[0], first = move[1], rows = move[2];
-    STD_TORCH_CHECK(index >= 0 && index < count, "no such source");
-    const Source& x = sources[index];
-    STD_TORCH_CHECK(first >= 0 && rows >= 0 && first + rows <= x.rows,
-                    "rows that a source does not have");
-    const int64_t bytes = rows * x.row;
-    const bool one = x.count == 1;
-    slabs.push_back({reinterpret_cast<void*>(move[3]), x.start + first * x.row,
-                     one ? bytes : move[4], one ? bytes : x.batch, bytes, x.count});
-  }
-  return slabs;
-}
-
 void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64_t> moves,
                std::vector<int64_t> raise_first, std::vector<int64_t> take_first,
                std::vector<int64_t> raise_then, std::vector<int64_t> take_last, int64_t stream,
@@ -249,27 +178,33 @@ void push_rows(std::vector<Tensor> sources, const Tensor here, std::vector<int64
   if (then_wait) join_streams(here, stream, false);
 }
 
-// push_rows of two sources (B, H, S, D) on the current stream, with all numbers in one int64 tensor of
-// the host: how many there are of each kind, and then they. Lists of numbers would cost the host more
-// than the kernel's launch.
+// push_rows of two sources (B, H, S, D) on the current stream; `numbers` are the moves and the flags.
 void push_pair(const Tensor first, const Tensor second, const Tensor here, const Tensor numbers) {
-  STD_TORCH_CHECK(numbers.is_cpu() && numbers.is_contiguous() &&
-                      numbers.scalar_type() == torch::headeronly::ScalarType::Long &&
-                      numbers.numel() >= 5,
-                  "numbers must be int64, contiguous and on the host");
-  const auto* counts = static_cast<const int64_t*>(numbers.const_data_ptr());
-  int64_t left = numbers.numel() - 5;
-  const int64_t* next = counts + 5;
-  Numbers parts[5];
-  for (int i = 0; i < 5; ++i) {
-    STD_TORCH_CHECK(counts[i] >= 0 && counts[i] <= left, "fewer numbers than they say");
-    parts[i] = {next, counts[i]};
-    next += counts[i];
-    left -= counts[i];
-  }
+  const auto lists = lists_of<5>(numbers);
   const Source sources[] = {source_of(first, 2), source_of(second, 2)};
-  push(slabs_of(sources, 2, parts[0]), here, {parts[1], parts[2], parts[3], parts[4]}, kCurrent,
+  push(slabs_of(sources, 2, lists[0]), here, {lists[1], lists[2], lists[3], lists[4]}, kCurrent,
        false);
+}
+
+// `numbers` are the moves and the flags. A move: which source, its batch row, the first row and how
+// many, the first head and how many, the address where they go and the bytes between rows there (of
+// one number for each, between heads).
+void push_heads(std::vector<Tensor> sources, const Tensor here, const Tensor numbers, int64_t stream,
+                bool then_wait) {
+  constexpr int64_t kNumbers = 8;
+  const auto lists = lists_of<5>(numbers);
+  STD_TORCH_CHECK(lists[0].size % kNumbers == 0, "eight numbers for each move");
+  std::vector<Heads> heads;
+  heads.reserve(sources.size());
+  for (const Tensor& x : sources) heads.emplace_back(x);
+  std::vector<Slab> slabs;
+  slabs.reserve(lists[0].size / kNumbers);
+  for (const int64_t* move = lists[0].begin(); move != lists[0].end(); move += kNumbers) {
+    STD_TORCH_CHECK(move[0] >= 0 && move[0] < static_cast<int64_t>(heads.size()), "no such source");
+    slabs.push_back(heads[move[0]].part(move + 1));
+  }
+  push(slabs, here, {lists[1], lists[2], lists[3], lists[4]}, stream, true);
+  if (then_wait) join_streams(here, stream, false);
 }
 
 }  // namespace
@@ -279,6 +214,7 @@ STABLE_TORCH_LIBRARY_IMPL(cp_dispatch, CUDA, m) {
   m.impl("push_slabs", TORCH_BOX(&push_slabs));
   m.impl("push_rows", TORCH_BOX(&push_rows));
   m.impl("push_pair", TORCH_BOX(&push_pair));
+  m.impl("push_heads", TORCH_BOX(&push_heads));
   m.impl("join_streams", TORCH_BOX(&join_streams));
 }
 

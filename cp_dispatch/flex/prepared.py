@@ -34,7 +34,8 @@ from cp_dispatch.rows import copy_rows, sum_rows
 #: For each exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
 
-#: Bytes of a rank's keys and values whose copy should take longer than the host for a launch more.
+#: Bytes of a rank's keys and values whose copy should take longer than the host for a launch more;
+#: of its gradients likewise.
 LONG_COPY = 2**26
 
 #: The number of a tensor among those of a call, then size, strides and offset of a view of it.
@@ -145,8 +146,8 @@ class GradientsWay(_Way):
     room: Tensor  # this rank's
     there: list[Tensor]  # what is read in others' rooms
     shapes: list[tuple[int, ...]]  # of what comes: a tensor from each rank, or all rows in one
-    staged: Copies  # shares for others to this rank's room
-    own: Copies  # shares of own rows, beside what comes
+    staged: Copies  # until others may read this rank's room
+    own: Copies  # shares of own rows, while others' come
     parts: Views  # of what the sums are made
     by_row: RowSums | None  # None: the parts are added in pieces
     add: Callable  # of parts, pieces and sums
@@ -203,6 +204,8 @@ def keep_gradients(
         into, flat = carrier.rows_of(sums, gathered)
     given = [*of_keys, *filled, *sums]
     way.shapes = [tuple(rows.shape) for rows in filled]
+    if sum(x.nbytes for x, _ in own) < LONG_COPY:
+        pairs, own = [*pairs, *own], []
     way.staged, way.own = _noted_copies(pairs, given), _noted_copies(own, given)
     way.places, way.parts = _noted(places, given), _noted(flat, given)
     way.sums = [] if way.by_row is None else _noted(into, given)

@@ -17,7 +17,7 @@ GRAIN = 256
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
 # ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
 # of int32 of any GPU. Only ever called inside of ops. Pushes with CURRENT for a stream take the
-# current one; where copies are short, they and the flags are one kernel.
+# current one, which has nothing else to do meanwhile: copies and flags are a kernel.
 CURRENT = -1
 for _schema in (
     # After what the current stream has queued, put 1 in each flag.
@@ -34,6 +34,9 @@ for _schema in (
     # push_rows of two sources (B, H, S, D), token-major, with CURRENT; ``numbers``, int64 on the
     # host: how many moves and flags of each kind, and then they. Lists cost more than the launch.
     "push_pair(Tensor first, Tensor second, Tensor here, Tensor numbers) -> ()",
+    # The same of sources that :func:`has_heads_in_rows`, or (B, H, S) with each head's rows in one
+    # piece; for each copy what ``Moves.numbers`` gives (:mod:`head_moves`).
+    "push_heads(Tensor[] sources, Tensor here, Tensor numbers, int stream, bool then_wait) -> ()",
     # Let the stream wait for the current one, or the other way round.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -43,11 +46,12 @@ raise_flags = torch.ops.cp_dispatch.raise_flags.default
 push_slabs = torch.ops.cp_dispatch.push_slabs.default
 push_rows = torch.ops.cp_dispatch.push_rows.default
 push_pair = torch.ops.cp_dispatch.push_pair.default
+push_heads = torch.ops.cp_dispatch.push_heads.default
 join_streams = torch.ops.cp_dispatch.join_streams.default
 
 
 def numbers_of(*lists: Sequence[int]) -> Tensor:
-    """Moves and the four kinds of flags, as :data:`push_pair` takes them."""
+    """Moves and the four kinds of flags, as :data:`push_pair` and :data:`push_heads` take them."""
     return torch.tensor([*map(len, lists), *itertools.chain(*lists)], dtype=torch.int64)
 
 
@@ -70,3 +74,12 @@ def can_be_copied(rows: Tensor) -> bool:
         return rows.is_contiguous()
     row, pitch = rows[0], rows.stride(0)
     return row.is_contiguous() and row.numel() <= pitch < 2**31 // rows.itemsize
+
+
+def has_heads_in_rows(tensor: Tensor) -> bool:
+    """Whether each row of ``(B, H, S, D)`` has its heads one after the other, and rows are no
+    nearer than they are long, nor 2 GiB apart."""
+    _, heads, length, dim = tensor.shape
+    _, of_head, of_row, of_number = tensor.stride()
+    are_dense = (dim == 1 or of_number == 1) and (heads == 1 or of_head == dim)
+    return are_dense and (length == 1 or heads * dim <= of_row < 2**31 // tensor.itemsize)

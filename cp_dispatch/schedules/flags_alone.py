@@ -147,6 +147,15 @@ class _Box:
         if self._is_due(PUSHED):
             self.box.push_rows([], [], opens=opens, peers=peers)
 
+    def push_heads(self, sources, numbers, then_wait=False) -> None:
+        self.push_rows(sources, [], opens=True)
+
+    def numbers(self, moves, opens=()) -> None:
+        pass
+
+    def address(self, rank: int, offset: int) -> int:
+        return 0
+
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 

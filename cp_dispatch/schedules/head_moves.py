@@ -4,6 +4,7 @@ keeps (:mod:`pushed_heads`)."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -109,8 +110,6 @@ class Moves:
 
     def __init__(self, rank: int, outward: bool, batch: int, lengths, runs: Runs, parts):
         self._rank, self._outward, self.parts, self._runs = rank, outward, parts, runs
-        self._length = lengths[rank]
-        self._is_one_run = all(len(row[rank]) == 1 for row in runs)
         ranks = range(len(lengths))
         if outward:
             total = sum(lengths)
@@ -141,81 +140,39 @@ class Moves:
             return room.views(box, self._rank)
         return room.side_by_side(box, self._rank, len(self.parts))
 
-    def sources(self, tensors: Sequence[Tensor], thin: Sequence[bool]) -> list[Tensor]:
-        """What :meth:`numbers` tells to move, of tensors as copies take them: ``(B, S, H, dim)``,
-        ``(B, H, S)`` for one number a row, or packed, ``(B, ranks, S, heads, dim)``."""
-        found = []
-        for tensor, part, is_packed in zip(tensors, self.parts, thin, strict=True):
-            if is_packed:
-                found.append(tensor.flatten(0, 2)[None])
-            elif not self._outward and part.dim > 1:
-                found += (tensor,) if len(self._runs) == 1 else tensor.split(1)
-            elif not self._outward:
-                found += tensor.unbind()
-            elif part.dim == 1:
-                found += (row.narrow(0, *heads) for row in tensor.unbind() for heads in part.heads)
-            elif self._is_one_run:
-                found += tensor.unbind()
-            else:
-                found += (
-                    row.narrow(0, run.own, run.length)
-                    for row, runs in zip(tensor.unbind(), self._runs, strict=True)
-                    for run in runs[self._rank]
-                )
+    def numbers(self, box, packed: Sequence[bool]) -> Tensor:
+        """For :meth:`Mailbox.push_heads` of a tensor for each part: ``(B, H, S, dim)``, of one
+        number a row ``(B, H, S)``, or packed, ``(B * ranks, heads, S, dim)``. To the nearest rank
+        first, so that no two push to one at a time, and to oneself last."""
+        ranks = len(self.rooms)
+        peers = [(self._rank + 1 + step) % ranks for step in range(ranks)]
+        moves = (
+            self._moves(box, peer, index, is_packed)
+            for peer in peers
+            for index, is_packed in enumerate(packed)
+        )
+        return box.numbers([*itertools.chain(*moves)], (box,))
+
+    def _moves(self, box, peer: int, index: int, is_packed: bool) -> list[int]:
+        """Of a part to a peer. For each copy: which tensor, its batch row, the first row and how
+        many, the first head and how many, the address where they go and the bytes between rows
+        there, of one number a row between heads."""
+        rank, part, room, found = self._rank, self.parts[index], self.rooms[peer], []
+        if self._outward:
+            slot, (first, count) = index, part.heads[peer]
+        else:
+            slot, first, count = rank * len(self.parts) + index, 0, part.heads[rank].length
+        pitch = room.shapes[slot][2] if part.dim == 1 else count * part.dim
+        for row, runs in enumerate(self._runs):
+            batch_row, head = (row * len(self.rooms) + peer, 0) if is_packed else (row, first)
+            for run in runs[rank if self._outward else peer]:
+                start, at = (run.own, run.at) if self._outward else (run.at, run.own)
+                found += [index, batch_row, start, run.length, head, count]
+                found += [
+                    box.address(peer, room.offset(slot, row, at)),
+                    pitch * part.dtype.itemsize,
+                ]
         return found
-
-    def numbers(self, box, thin: Sequence[bool]) -> list[int]:
-        """The moves of :meth:`sources`, for :meth:`Mailbox.push_rows`; to the nearest rank first,
-        so that no two push to one at a time, and to oneself last."""
-        rank, ranks, found = self._rank, len(self.rooms), []
-        for step in range(ranks):
-            peer = (rank + 1 + step) % ranks
-            at = 0
-            for index, (part, is_packed) in enumerate(zip(self.parts, thin, strict=True)):
-                for row, runs in enumerate(self._runs):
-                    if self._outward:
-                        found += self._outward_moves(box, peer, index, row, at, is_packed)
-                    else:
-                        for run in runs[peer]:
-                            found += self._move_home(box, peer, index, row, run, at + row)
-                at += self._count(part, is_packed)
-        return found
-
-    def _count(self, part: Part, is_packed: bool) -> int:
-        """Sources of a part."""
-        batch = len(self._runs)
-        if is_packed:
-            return 1
-        if not self._outward:
-            return batch
-        if part.dim == 1:
-            return batch * len(self.rooms)
-        return sum(len(runs[self._rank]) for runs in self._runs)
-
-    def _outward_moves(self, box, peer: int, index: int, row: int, at: int, is_packed: bool):
-        """Of a batch row of a part, whose sources begin at ``at``."""
-        part, room, ranks = self.parts[index], self.rooms[peer], len(self.rooms)
-        start, count = part.heads[peer]
-        own, item, moves = self._runs[row][self._rank], part.dtype.itemsize, []
-        for number, run in enumerate(own):
-            offset = room.offset(index, row, run.at)
-            if is_packed:
-                first = (row * ranks + peer) * self._length + run.own
-                moves += box.move(at, first, run.length, peer, offset, 0)
-            elif part.dim == 1:
-                source, pitch = at + row * ranks + peer, room.shapes[index][2] * item
-                moves += box.move(source, run.own, run.length, peer, offset, pitch)
-            else:
-                source = at + sum(len(runs[self._rank]) for runs in self._runs[:row]) + number
-                moves += box.move(source, start, count, peer, offset, count * part.dim * item)
-        return moves
-
-    def _move_home(self, box, peer: int, index: int, row: int, run: Run, source: int) -> list[int]:
-        """Of a run of the peer's rows."""
-        room, slot = self.rooms[peer], self._rank * len(self.parts) + index
-        pitch = room.shapes[slot][2] * room.dtypes[slot].itemsize  # of one number a row
-        offset = room.offset(slot, row, run.own)
-        return box.move(source, run.at, run.length, peer, offset, pitch)
 
 
 @functools.lru_cache(maxsize=256)

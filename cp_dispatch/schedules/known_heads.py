@@ -15,7 +15,7 @@ from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.mailbox import Mailbox, on_default_stream
-from cp_dispatch.schedules.pushed_heads import are_thin, as_rows, prepared
+from cp_dispatch.schedules.pushed_heads import are_thin, as_heads, goes_as_it_is, packed_heads
 
 
 class KnownHeads(Known):
@@ -43,7 +43,7 @@ class KnownHeads(Known):
         """See :class:`~cp_dispatch.schedules.known_call.Known`; of a backward with gradients of
         keys."""
         tensors = grad_output, query, key, value, output, logsumexp
-        rows = query, grad_output, output, logsumexp.unsqueeze(-1)
+        rows = query, grad_output, output, logsumexp
         outgoing = *((x, False) for x in rows), (key, True), (value, True)
         inputs = (query, False), (key, True), (value, True)
         home = [(x.dtype, x.size(3), of_key) for x, of_key in inputs]
@@ -56,7 +56,7 @@ class KnownHeads(Known):
             return
         way = box = None
         if self._are_plain([x for x in tensors if x.dim() == 4]):
-            there = [(x.dtype, x.size(3), of_key) for x, of_key in outgoing]
+            there = [(x.dtype, 1 if x.dim() == 3 else x.size(3), k) for x, k in outgoing]
             found = self._team_of(self._job, *inputs, index == 1).only_messages(there, home)
             if found is not None:
                 way, box = kind(self._job, *found, [x for x, _ in outgoing]), found[1]
@@ -74,11 +74,13 @@ class _Way:
     def __init__(self, job: Job, is_causal: bool, box: Mailbox, out, home, parts, outgoing):
         self._backend, self._scale, self._is_causal = job.backend, job.scale, is_causal
         self._box, self._out, self._home, self._parts = box, out, home, parts
-        thin = are_thin(parts, outgoing)
-        self._numbers, self._own = out.numbers(box, thin), out.own(box)
-        self._whole = (False,) * len(home.parts)
-        self._numbers_home, self._came = home.numbers(box, self._whole), home.own(box)
-        self._here = on_default_stream(outgoing[0].device)
+        here = on_default_stream(outgoing[0].device)
+        packed = (False,) * len(parts) if here else are_thin(parts, outgoing)
+        self._numbers, self._own = out.numbers(box, packed), out.own(box)
+        self._go_as_they_are = not any(packed) and all(map(goes_as_it_is, outgoing))
+        whole = (False,) * len(home.parts)
+        self._numbers_home, self._came = home.numbers(box, whole), home.own(box)
+        self._results, self._releases = None, not here
 
     @property
     def is_current(self) -> bool:
@@ -87,24 +89,23 @@ class _Way:
 
     def _send(self, *tensors: Tensor) -> None:
         """Until the heads of this rank are there."""
-        self._push(self._out.sources(*prepared(self._parts, tensors)), self._numbers)
+        if not self._go_as_they_are:
+            tensors, _ = packed_heads(self._parts, tensors, True)
+        self._box.push_heads(tensors, self._numbers, True)
 
     def _bring_home(self, pieces: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows. The
         push waits until what came out has been read."""
-        rows = [x if x.dim() == 3 else as_rows(x) for x in pieces]
-        self._push(self._home.sources(rows, self._whole), self._numbers_home)
-        targets = [x.unflatten(1, (x.size(1) // y.size(2), -1)).transpose(0, 1)
-                   for x, y in zip(results, self._came, strict=True)]  # fmt: skip
+        self._box.push_heads([as_heads(x) for x in pieces], self._numbers_home, True)
+        if self._results is None:
+            whole = [x.unsqueeze(-1) if x.dim() == 3 else x for x in results]
+            views = [x.unflatten(1, (len(y), -1)).transpose(0, 1)
+                     for x, y in zip(whole, self._came, strict=True)]  # fmt: skip
+            self._results = [(x.shape, x.stride()) for x in views]
+        targets = [x.as_strided(*how) for x, how in zip(results, self._results, strict=True)]
         copy_rows(targets, self._came, None, [2] * len(targets), False)
-        if not self._here:
+        if self._releases:
             self._box.release()
-
-    def _push(self, sources: list[Tensor], numbers: list[int]) -> None:
-        if self._here:
-            self._box.push_rows_here(sources, numbers)
-        else:
-            self._box.push_rows(sources, numbers, opens=True, then_wait=True)
 
 
 class _Forward(_Way):
@@ -112,10 +113,10 @@ class _Forward(_Way):
         self._send(query, key, value)
         out, lse = self._backend.forward(*self._own, None, self._is_causal, self._scale)
         dtype, lse_dtype = (part.dtype for part in self._home.parts)
-        pieces = to_token_major(out, dtype), lse.to(lse_dtype).contiguous()
+        pieces = to_token_major(out, dtype), lse.to(lse_dtype)
         output = token_major(*query.shape[:3], value.size(3), like=query, dtype=dtype)
         logsumexp = query.new_empty(query.shape[:3], dtype=lse_dtype)
-        self._bring_home(pieces, (output, logsumexp.unsqueeze(-1)))
+        self._bring_home(pieces, (output, logsumexp))
         return output, logsumexp
 
 
@@ -124,7 +125,7 @@ class _Backward(_Way):
         self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         logsumexp: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        self._send(query, grad_output, output, logsumexp.unsqueeze(-1), key, value)
+        self._send(query, grad_output, output, logsumexp, key, value)
         q, go, out, lse, k, v = self._own
         dq, dk, dv, _ = self._backend.backward(
             go, q, k, v, out, lse.squeeze(-1), None, self._is_causal, self._scale

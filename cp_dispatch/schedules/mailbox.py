@@ -35,6 +35,7 @@ from cp_dispatch.schedules.copy_ops import (
     CURRENT,
     join_streams,
     numbers_of,
+    push_heads,
     push_pair,
     push_rows,
     push_slabs,
@@ -117,7 +118,11 @@ class Mailbox:
     ) -> list[int]:
         """One of the ``moves`` of :meth:`push_rows`: rows of the source of that number to a rank's
         room, ``offset`` bytes from its start and ``stride`` between batch rows."""
-        return [source, first, rows, self._memory[rank].data_ptr() + HEADER + offset, stride]
+        return [source, first, rows, self.address(rank, offset), stride]
+
+    def address(self, rank: int, offset: int) -> int:
+        """Of a place in a rank's room, ``offset`` in bytes."""
+        return self._memory[rank].data_ptr() + HEADER + offset
 
     def forget_many(self, most: int = 64) -> None:
         """Keep ``views`` small where shapes change all the time."""
@@ -207,16 +212,18 @@ class Mailbox:
     ) -> None:
         """Offer one's own room, which is full, and start copying from those of all peers: the flags
         the other way round, "free" that a room can be read and "full" that it was. Ends once all
-        have read this one. ``then_wait``: the call is :meth:`wait` too."""
-        self._begin()
+        have read this one. ``then_wait``: the call is :meth:`wait` too; as nothing is to be done
+        meanwhile, the default stream pulls by itself, if that is the current one."""
         there, here = self._all
+        flags = there.free, here.free, there.full, here.full
         self.pulls += 1
-        push_slabs(
-            targets, sources, self._own, there.free, here.free, there.full, here.full,
-            self._stream, True, then_wait,
-        )  # fmt: skip
-        self._is_quiet = then_wait and on_default_stream(self.device)
         self._were_read = None
+        if then_wait and on_default_stream(self.device):
+            self._go_ahead()
+            push_slabs(targets, sources, self._own, *flags, CURRENT, False, False)
+            return
+        self._begin()
+        push_slabs(targets, sources, self._own, *flags, self._stream, True, then_wait)
         if self._is_carried_by_the_current_stream():
             self._were_read = torch.cuda.current_stream(self.device).record_event()
 
@@ -226,7 +233,8 @@ class Mailbox:
         return is_own and not torch.cuda.is_current_stream_capturing()
 
     def numbers(self, moves: list[int], opens: Sequence[Mailbox] = ()) -> Tensor:
-        """Of a call of :meth:`push_here`, which never change."""
+        """Of a call of :meth:`push_here` or :meth:`push_heads`, which never change; ``opens``:
+        boxes that the call opens."""
         there, here = self._all
         raised = [flag for box in opens for flag in box._all[0].free]
         return numbers_of(moves, raised, here.free, there.full, here.full)
@@ -245,24 +253,30 @@ class Mailbox:
         self._steps.append(self._marks[PUSHED])
         push_pair(first, second, self._own, numbers)
 
-    def push_rows_here(self, sources: Sequence[Tensor], moves: list[int]) -> None:
-        """As :meth:`push_here`, which is faster, of any sources of :meth:`push_rows`; opens."""
-        self._go_ahead()
+    def push_heads(
+        self, sources: Sequence[Tensor], numbers: Tensor, then_wait: bool = False
+    ) -> None:
+        """As :meth:`push_rows`, which opens, of heads as they lie (see :data:`push_heads`), with
+        numbers that :meth:`numbers` gave, of this box alone. With ``then_wait`` the default stream
+        pushes by itself, if that is the current one; then what came need not be released."""
         self._steps += self._marks
-        there, here = self._all
-        push_rows(
-            sources, self._own, moves, there.free, here.free, there.full, here.full, CURRENT, False
-        )
+        if then_wait and on_default_stream(self.device):
+            self._go_ahead()
+            push_heads(sources, self._own, numbers, CURRENT, False)
+            return
+        self._begin()
+        push_heads(sources, self._own, numbers, self._stream, then_wait)
+        self._reading = None if then_wait else sources
 
     def _go_ahead(self) -> None:
-        """Before the default stream pushes by itself."""
+        """Before the default stream pushes, or pulls, by itself."""
         if not self._is_quiet:
             self.wait()
         self._is_ahead = True
 
     def let_side_follow(self) -> None:
         """Where the current stream is not the default one, let the box's stream wait until that has
-        read what it pushed here. (Not in a capture, before which it has.)"""
+        read what it pushed here, or pulled. (Not in a capture, before which it has.)"""
         if not self._is_ahead:
             return
         self._is_ahead = False
@@ -289,7 +303,9 @@ class Mailbox:
         Where a CUDA graph's capture has put nothing on the box's stream yet, that was before the
         graph, or in its last replay, which ends after it; and a capture may not wait for it.
         """
-        if self._is_quiet and on_default_stream(self.device):
+        if not on_default_stream(self.device):
+            self.let_side_follow()
+        elif self._is_quiet:
             return
         if torch.cuda.is_current_stream_capturing():
             with torch.cuda.stream(self.side):

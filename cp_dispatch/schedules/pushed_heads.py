@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.copy_ops import rows_for
+from cp_dispatch.schedules.copy_ops import has_heads_in_rows, rows_for
 from cp_dispatch.schedules.head_moves import Moves
+from cp_dispatch.schedules.mailbox import on_default_stream
 from cp_dispatch.schedules.wire import Part, collect
 
 # Bytes of a row's heads for one rank below which rows are packed before they are copied.
@@ -32,15 +33,14 @@ class _Pushed:
     def __init__(self, ring: Ring, box, moves: Moves, at_once: bool):
         self._ring, self._box, self._moves, self._at_once = ring, box, moves, at_once
 
-    def _push(self, tensors: Sequence[Tensor], thin: tuple[bool, ...]) -> None:
+    def _push(self, tensors: Sequence[Tensor], packed: tuple[bool, ...]) -> None:
         ring, box, moves = self._ring, self._box, self._moves
-        known = box.views.get((moves, thin))
+        known = box.views.get((moves, packed))
         if known is None:
             box.forget_many()
-            known = box.views[moves, thin] = moves.numbers(box, thin), moves.own(box)
+            known = box.views[moves, packed] = moves.numbers(box, packed), moves.own(box)
         numbers, self._own = known
-        sources = moves.sources(tensors, thin)
-        box.push_rows(sources, numbers, opens=True, then_wait=self._at_once)
+        box.push_heads(tensors, numbers, self._at_once)
         # Not all that the box's stream does, for the next stage's messages come behind.
         waits = not self._at_once and ring.stream is not None
         self._there = ring.stream.record_event() if waits else None
@@ -60,7 +60,7 @@ class PushedOutward(_Pushed):
         self, ring: Ring, box, moves: Moves, parts: tuple[Part, ...], tensors, at_once: bool
     ):
         super().__init__(ring, box, moves, at_once)
-        self._push(*prepared(parts, tensors))
+        self._push(*packed_heads(parts, tensors, at_once))
 
     def wait(self) -> list[Tensor]:
         """All rows of own heads, ``(B, heads, S, dim)``, in the order of kernels."""
@@ -83,7 +83,7 @@ class PushedHomeward(_Pushed):
         wholes = []
         for part, tensors in zip(parts, pieces, strict=True):
             tensors = [x.to(part.dtype) for x in tensors]
-            wholes.append(as_rows(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)))
+            wholes.append(as_heads(tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)))
         self._push(wholes, (False,) * len(parts))
 
     def wait(self, *results: Tensor) -> None:
@@ -107,20 +107,36 @@ class PushedHomeward(_Pushed):
         self._box.release()
 
 
-def prepared(parts: Sequence[Part], tensors: Sequence[Tensor]):
-    """Tensors ``(B, H, S, dim)`` that go out, as :meth:`Moves.sources` takes them, and which of
-    them are packed."""
+def packed_heads(parts: Sequence[Part], tensors: Sequence[Tensor], at_once: bool):
+    """Tensors ``(B, H, S, dim)`` that go out, as :meth:`Moves.numbers` has them, and which of them
+    are packed: none where a kernel copies them."""
+    if at_once and on_default_stream(tensors[0].device):
+        return [as_heads(x) for x in tensors], (False,) * len(parts)
     thin = are_thin(parts, tensors)
     packed = iter(_packed([x for x in zip(tensors, parts, thin, strict=True) if x[2]]))
-    rows = [
-        next(packed) if is_thin else as_rows(x) for x, is_thin in zip(tensors, thin, strict=True)
+    heads = [
+        next(packed) if is_thin else as_heads(x) for x, is_thin in zip(tensors, thin, strict=True)
     ]
-    return rows, thin
+    return heads, thin
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """A tensor ``(B, H, S, dim)`` as :meth:`Moves.sources` takes it."""
-    return tensor[..., 0].contiguous() if tensor.size(3) == 1 else rows_for([tensor])[0]
+def as_heads(tensor: Tensor) -> Tensor:
+    """A tensor ``(B, H, S, dim)``, or ``(B, H, S)`` of one number a row, as
+    :meth:`Mailbox.push_heads` takes it."""
+    if goes_as_it_is(tensor):
+        return tensor
+    if tensor.dim() == 3:
+        return tensor.contiguous()
+    if tensor.size(3) == 1:
+        return tensor[..., 0].contiguous()
+    return rows_for([tensor])[0].transpose(1, 2)
+
+
+def goes_as_it_is(tensor: Tensor) -> bool:
+    """Whether :func:`as_heads` is the tensor itself."""
+    if tensor.dim() == 3:
+        return tensor.is_contiguous()
+    return tensor.size(3) > 1 and has_heads_in_rows(tensor)
 
 
 def are_thin(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -134,7 +150,7 @@ def are_thin(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[bool, ..
 
 
 def _packed(found: Sequence[tuple[Tensor, Part, bool]]) -> list[Tensor]:
-    """Each as ``(B, ranks, S, heads, dim)``, each rank's heads in one piece."""
+    """Each as ``(B * ranks, heads, S, dim)``, each rank's heads in one piece."""
     wholes, targets, sources = [], [], []
     for tensor, part, _ in found:
         ranks, (start, count) = len(part.heads), part.heads[0]
@@ -146,4 +162,4 @@ def _packed(found: Sequence[tuple[Tensor, Part, bool]]) -> list[Tensor]:
         sources.append(dealt[:, :, start : start + count])
     if wholes:
         copy_rows(targets, sources, None, [2] * len(wholes), False)
-    return wholes
+    return [x.flatten(0, 1).transpose(1, 2) for x in wholes]

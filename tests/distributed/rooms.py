@@ -11,7 +11,9 @@ import threading
 import pytest
 import torch
 
+from cp_dispatch.schedules import mailbox
 from cp_dispatch.schedules.comm import Ring
+from cp_dispatch.schedules.copy_ops import has_heads_in_rows
 from cp_dispatch.schedules.mailbox import OPENED, PUSHED
 
 _PATIENCE = 10  # seconds
@@ -155,8 +157,11 @@ class Box:
                 name = self._key[1], self._rank
                 sent[name] = sent.get(name, 0) + target.nbytes
 
+    def address(self, rank, offset) -> int:
+        return self._memory[rank].data_ptr() + offset
+
     def move(self, source, first, rows, rank, offset, stride) -> list[int]:
-        return [source, first, rows, self._memory[rank].data_ptr() + offset, stride]
+        return [source, first, rows, self.address(rank, offset), stride]
 
     def push_rows(
         self, sources, moves, ready_at_open=False, opens=False, peers=None, then_wait=False,
@@ -205,9 +210,22 @@ class Box:
         self.push_rows([x.transpose(1, 2) for x in (first, second)], numbers)
         self.is_unread = self.is_under_way = False  # what reads it is in the same stream
 
-    def push_rows_here(self, sources, moves) -> None:
-        self.push_rows(sources, moves, opens=True)
-        self.is_unread = self.is_under_way = False
+    def push_heads(self, sources, numbers, then_wait=False) -> None:
+        moves, views = [], []
+        for i in range(0, len(numbers), 8):
+            index, row, first, rows, head, heads, address, pitch = numbers[i : i + 8]
+            x = sources[index]
+            assert first + rows <= x.size(2) and head + heads <= x.size(1)
+            part = x[row, head : head + heads, first : first + rows]
+            if part.dim() == 3:  # rows of heads, one after the other
+                assert part.numel() == 0 or has_heads_in_rows(x), x.stride()
+                part = part.transpose(0, 1).flatten(1)
+            assert part.size(1) == 1 or part.stride(1) == 1, x.stride()
+            moves += [len(views), 0, part.size(1), address, pitch]
+            views.append(part)
+        self.push_rows(views, moves, opens=True, then_wait=then_wait)
+        if then_wait and mailbox.on_default_stream(torch.device("cpu")):
+            self.is_unread = self.is_under_way = False
 
     def wait(self) -> None:
         self.is_under_way = False

@@ -173,7 +173,7 @@ def test_no_two_ranks_push_to_one_at_a_time():
     runs = runs_of(natural(12, 12, (3,), True), False, 0, 2)
     heads = tuple(Span(rank, 1) for rank in range(3))
     parts = Part(torch.float32, 8, heads), Part(torch.float32, 1, heads)
-    box = mock.Mock(move=lambda source, first, rows, peer, *_: [peer])
+    box = mock.Mock(address=lambda peer, offset: peer, numbers=lambda moves, opens: moves[6::8])
     for outward in (True, False):
         found = [
             Moves(rank, outward, 2, (4, 4, 4), runs, parts).numbers(box, (False, False))

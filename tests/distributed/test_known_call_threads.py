@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_dispatch
 from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
-from cp_dispatch.schedules import known_call, known_heads
+from cp_dispatch.schedules import known_call, known_heads, mailbox, pushed_heads
 from cp_dispatch.schedules.known_call import KnownCalls
 from tests.distributed.calls import in_stages, only
 from tests.distributed.permuted import run_permuted
@@ -320,7 +320,7 @@ def test_nothing_is_known_of_no_batch_row(rooms):
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
     """Whose copies are the side stream's: waited for, and told once what came has been read."""
-    for module in (known_call, known_heads):
+    for module in (known_call, known_heads, mailbox, pushed_heads):
         monkeypatch.setattr(module, "on_default_stream", lambda device: False)
     case = Case(32, schedule=schedule)
 

@@ -22,7 +22,7 @@ from cp_dispatch.permute import (
     unpack_sequence,
 )
 from cp_dispatch.permute_ops import sources_of
-from cp_dispatch.schedules.copy_ops import numbers_of, push_pair
+from cp_dispatch.schedules.copy_ops import CURRENT, numbers_of, push_heads, push_pair
 from tests.test_permute import layouts
 
 pytestmark = [
@@ -38,6 +38,7 @@ DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch
 def test_kernels_are_loaded():
     for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials",
                "sum_parts", "raise_flags", "push_slabs", "push_rows", "push_pair",
+               "push_heads",
                "join_streams"):  # fmt: skip
         assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
 
@@ -591,6 +592,48 @@ def test_streams_join():
         x.add_(1)
     torch.ops.cp_dispatch.join_streams(x, side.cuda_stream, False)
     assert bool((x * 2 == 8).all())
+
+
+@pytest.mark.parametrize("here_only", [True, False], ids=["current stream", "side stream"])
+@pytest.mark.parametrize("length, run", [(4, 4), (64, 4), (400, 4), (4096, 4096), (12, 3)])
+def test_push_heads(length, run, here_only):
+    """Some heads of some rows of one GPU to itself, of few copies and of many, short and long; rows
+    that lie apart, and one number a row; bad numbers raise."""
+    batch, heads, dim = 2, 6, 64
+    wide = randoms(batch, length, 3, heads, dim, dtype=torch.bfloat16)
+    source = wide[:, :, 1].transpose(1, 2)  # as in one projection of query, key and value
+    numbers_a_row = randoms(batch, heads, length)
+    count, size = 2, 2 * batch * length * dim * 2
+    here = torch.zeros(4096 + size + batch * count * length * 4, dtype=torch.uint8, device="cuda")
+    start, moves = here.data_ptr(), []
+    for row in range(batch):
+        for first in range(0, length, run):
+            at = start + 4096 + (row * length + first) * count * dim * 2
+            moves += [0, row, first, run, 3, count, at, count * dim * 2]
+            at = start + 4096 + size + (row * count * length + first) * 4
+            moves += [1, row, first, run, 3, count, at, length * 4]
+    flags = [[start], [start], [start + 4], [start + 4]]
+    numbers, sources = numbers_of(moves, *flags), [source, numbers_a_row]
+    stream = CURRENT if here_only else torch.cuda.Stream().cuda_stream
+    for _ in range(2):
+        here[4096:].zero_()
+        push_heads(sources, here, numbers, stream, True)
+        found, of_rows = here[4096:].split([size, here.numel() - 4096 - size])
+        want = source[:, 3:5].transpose(1, 2)
+        assert torch.equal(found.view(torch.bfloat16).view(want.shape), want)
+        want = numbers_a_row[:, 3:5]
+        assert torch.equal(of_rows.view(torch.float32).view(want.shape), want)
+        assert not here[:4096].any()
+    bad = [(0, 2), (0, -1), (1, batch), (2, -1), (3, length + 1), (4, heads), (5, heads), (5, -1)]
+    for place, value in bad:
+        wrong = [*moves]
+        wrong[place] = value
+        with pytest.raises(RuntimeError, match="does not have|no such"):
+            push_heads(sources, here, numbers_of(wrong, *flags), stream, True)
+    with pytest.raises(RuntimeError, match="eight numbers"):
+        push_heads(sources, here, numbers_of(moves[:-1], *flags), stream, True)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        push_heads([source.transpose(2, 3), numbers_a_row], here, numbers, stream, True)
 
 
 @pytest.mark.parametrize("rows", [3, 20])

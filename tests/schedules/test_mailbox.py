@@ -196,7 +196,14 @@ def test_steps_are_noted_down(monkeypatch):
     """Of both boxes where a push to one opens the other."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: True)
-    for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
+    for name in (
+        "raise_flags",
+        "push_slabs",
+        "push_rows",
+        "push_pair",
+        "push_heads",
+        "join_streams",
+    ):
         monkeypatch.setattr(mailbox, name, lambda *_: None)
     steps: list = []
     box, other = (without_peers(name, steps) for name in ("keys", "gradients"))
@@ -208,7 +215,8 @@ def test_steps_are_noted_down(monkeypatch):
         (lambda: box.push_rows([], [], opens=True), [opened, pushed]),
         (lambda: box.push_rows([], [], opens_too=other), [("gradients", 0), pushed]),
         (here, [opened, ("gradients", 0), pushed]),
-        (lambda: box.push_rows_here([], []), [opened, pushed]),
+        (lambda: box.push_heads([], None), [opened, pushed]),
+        (lambda: box.push_heads([], None, then_wait=True), [opened, pushed]),
     ):
         step()
         assert steps == noted
@@ -223,7 +231,14 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
-    for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
+    for name in (
+        "raise_flags",
+        "push_slabs",
+        "push_rows",
+        "push_pair",
+        "push_heads",
+        "join_streams",
+    ):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def waits() -> bool:
@@ -252,8 +267,9 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
 
 @pytest.mark.parametrize("push, op", [
     (lambda box: box.push_here(None, None, None, (box,)), "push_pair"),
-    (lambda box: box.push_rows_here([], []), "push_rows"),
-], ids=["pair", "rows"])  # fmt: skip
+    (lambda box: box.push_heads([], None, then_wait=True), "push_heads"),
+    (lambda box: box.pull([], [], then_wait=True), "push_slabs"),
+], ids=["pair", "heads", "pull"])  # fmt: skip
 def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, op):
     """Calls on the default stream tell no other stream when they have read what came."""
     log: list[object] = []
@@ -264,7 +280,14 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, o
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
-    for name in ("raise_flags", "push_slabs", "push_rows", "push_pair", "join_streams"):
+    for name in (
+        "raise_flags",
+        "push_slabs",
+        "push_rows",
+        "push_pair",
+        "push_heads",
+        "join_streams",
+    ):
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def logged(action) -> list[object]:
@@ -276,6 +299,7 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, o
     ways = [
         (box.open, ["raise_flags"]),
         (lambda: box.push_rows([], [], opens=True), ["push_rows"]),
+        (lambda: box.push_heads([], None), ["push_heads"]),
         (lambda: box.pull([], []), ["push_slabs"]),
     ]
     for way, alone in ways:
@@ -294,6 +318,10 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, o
         current, capturing = 7, True
         assert logged(way) == alone, "before a capture it has read"
         current, capturing = 0, False
+    pushes()
+    current = 7
+    assert logged(box.wait_for_readers) == [default, "join_streams", "join_streams"]
+    assert logged(box.wait_for_readers) == ["join_streams"], "the default stream has told"
 
 
 def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
@@ -311,6 +339,7 @@ def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "stream", on_side)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
