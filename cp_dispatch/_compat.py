@@ -87,6 +87,7 @@ __all__ = [
     "is_capturing",
     "is_fake",
     "is_functorch_wrapped_tensor",
+    "is_of_replays",
     "is_tracing",
     "keep_order_in_inductor",
     "kernel_is_registered",
@@ -208,6 +209,13 @@ def current_raw_stream(device: torch.device) -> int:
 is_capturing: Callable[[], bool] = (
     torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool
 )
+
+
+def is_of_replays(x: torch.Tensor) -> bool:
+    """Whether the CUDA graphs of ``torch.compile(mode="reduce-overhead")`` give this tensor, or the
+    one that it is a view of, at each replay: with other contents and the same version."""
+    is_cached = torch._C._is_cached_tensor
+    return is_cached(x) or (x._is_view() and is_cached(x._base))
 
 
 def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:

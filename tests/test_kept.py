@@ -59,3 +59,12 @@ def test_nobody_counts_what_is_written_in_inference_mode():
     with torch.inference_mode():
         mask = (torch.ones(2),)
     assert told.get(mask, "key", Found) is not told.get(mask, "key", Found)
+
+
+@pytest.mark.parametrize("known", [Kept, KeptByAll])
+def test_nobody_counts_what_replays_write(monkeypatch, known):
+    known, mask = known(), (torch.ones(2), None)
+    monkeypatch.setattr(kept, "is_of_replays", lambda x: x is mask[0])
+    assert known.get(mask, "key", Found) is not known.get(mask, "key", Found)
+    other = (None, torch.ones(2))
+    assert known.get(other, "key", Found) is known.get(other, "key", Found)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import is_capturing
+from cp_dispatch._compat import is_capturing, is_of_replays
 
 _MAX_KEPT = 64
 
@@ -46,7 +46,7 @@ class Kept:
 
     def _look(self, tensors, key: Hashable, make: Callable[[], object], near_key: tuple):
         given = [x for x in tensors if x is not None]
-        if any(x.is_inference() for x in given):  # whose versions nobody counts
+        if any(map(_is_uncounted, given)):
             return make()
         marks = [None if x is None else _mark(x) for x in tensors]
         value = self._find(given, key, make)
@@ -90,7 +90,7 @@ class KeptByAll:
     def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
         """``make()``, or what it gave before for the same contents of the same tensors."""
         given = [x for x in tensors if x is not None]
-        if any(x.is_inference() for x in given):  # on all ranks
+        if any(map(_is_uncounted, given)):  # on all ranks
             return make()
         first, *others = (x.untyped_storage() for x in given)
         # Held, so that their identities stay theirs.
@@ -104,6 +104,11 @@ class KeptByAll:
             with self._lock:
                 self._of[first][full_key] = found
         return found[1]
+
+
+def _is_uncounted(x: Tensor) -> bool:
+    """Whether nobody counts the versions of a tensor."""
+    return x.is_inference() or is_of_replays(x)
 
 
 def _view_of(x: Tensor) -> tuple:
