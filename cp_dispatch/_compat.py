@@ -87,6 +87,7 @@ __all__ = [
     "is_capturing",
     "is_fake",
     "is_functorch_wrapped_tensor",
+    "is_of_replays",
     "is_tracing",
     "keep_order_in_inductor",
     "kernel_is_registered",
@@ -208,6 +209,13 @@ def current_raw_stream(device: torch.device) -> int:
 is_capturing: Callable[[], bool] = (
     torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool
 )
+
+
+def is_of_replays(x: torch.Tensor) -> bool:
+    """Whether the CUDA graphs of ``torch.compile(mode="reduce-overhead")`` give this tensor, or the
+    one that it is a view of, at each replay: with other contents and the same version."""
+    is_cached = torch._C._is_cached_tensor
+    return is_cached(x) or (x._is_view() and is_cached(x._base))
 
 
 def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
@@ -499,9 +507,10 @@ def _just_traced(op: torch._ops.OpOverload):
     return None
 
 
-def keep_order_in_inductor(communicates) -> None:
+def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
     """From now on, leave the ops of graphs of which ``communicates(op)`` in their order, among
-    themselves and among torch's collectives; inductor cares for these alone.
+    themselves and among torch's collectives; inductor cares for these alone. And write nothing
+    over integers that a graph has made for an op of which ``knows_memory(op)``.
 
     Stays: backwards are compiled when they first run. Where inductor is not at work, nothing.
     """
@@ -509,6 +518,7 @@ def keep_order_in_inductor(communicates) -> None:
         return
     from torch._inductor import comms
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.virtualized import V
 
     of_torch = comms.decide_global_ordering_of_comms
     if getattr(of_torch, "is_of_cp_dispatch", False):
@@ -518,7 +528,11 @@ def keep_order_in_inductor(communicates) -> None:
     def decide_global_ordering_of_comms(nodes, *args):
         nodes, last = of_torch(nodes, *args), None
         for node in nodes:
-            is_own = communicates(getattr(node.node, "op_overload", None))
+            op = getattr(node.node, "op_overload", None)
+            if knows_memory(op):
+                given = (x for x in node.node.inputs if not x.get_dtype().is_floating_point)
+                V.graph.never_reuse_buffers.update(x.get_name() for x in given)
+            is_own = communicates(op)
             if not is_own and not comms.contains_collective(node):
                 continue
             if last is not None and (is_own or last[1]):

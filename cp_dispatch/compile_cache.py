@@ -64,7 +64,8 @@ def _hash(text: str) -> str:
 
 def note_groups(query: DTensor, group_name: str, state: object) -> None:
     """:func:`note_group` of a call whose graph holds where this rank is, in the ring's group and in
-    those of all mesh dims that shard ``query``."""
+    those of all mesh dims that shard ``query``. On a single rank too masks and documents stay."""
+    keep_order()
     for dim, placement in enumerate(query.placements):
         if isinstance(placement, Shard):
             note_group(ring_group_name(query.device_mesh, (dim,)), state)

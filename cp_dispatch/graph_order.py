@@ -48,9 +48,18 @@ def communicates(op) -> bool:
     return getattr(op, "namespace", None) == "cp_dispatch" and "group_name" in argument_names(op)
 
 
+def _knows_memory(op) -> bool:
+    """Whether an op knows masks or documents by their memory (:mod:`cp_dispatch.by_need.kept`).
+    Graphs that make several write one over another, and count no version of it."""
+    if getattr(op, "namespace", None) != "cp_dispatch":
+        return False
+    return any(name in ("kv_num", "cu_seq_q") for name in argument_names(op))
+
+
 def keep_order() -> None:
-    """To be called in a trace: see the first and last part of Note [Graphs of ranks]."""
-    keep_order_in_inductor(communicates)
+    """To be called in a trace: see the first and last part of Note [Graphs of ranks]; and keep
+    masks and documents that a graph makes."""
+    keep_order_in_inductor(communicates, _knows_memory)
     save_in_partitioners(communicates)
 
 

@@ -169,6 +169,19 @@ def test_is_capturing():
         assert _compat.is_capturing() is False
 
 
+def test_is_of_replays():
+    cached, other = torch.ones(2), torch.ones(2)
+    torch._C._set_cached_tensors_enabled(True)
+    try:
+        torch._C._add_cached_tensor(cached)
+        assert _compat.is_of_replays(cached) and _compat.is_of_replays(cached[:1])
+        assert not _compat.is_of_replays(other) and not _compat.is_of_replays(other[:1])
+    finally:
+        torch._C._remove_cached_tensor(cached)
+        torch._C._set_cached_tensors_enabled(False)
+    assert not _compat.is_of_replays(cached)
+
+
 def test_CausalBiasDispatch():
     def mine(*args):
         return "mine"

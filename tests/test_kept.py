@@ -54,8 +54,28 @@ def test_what_ranks_told_each_other_stays_while_the_mask_does():
     assert gone() is None
 
 
+def test_what_ranks_told_each_other_goes_with_any_tensor():
+    """A list of a mask may serve many masks."""
+    told, first, gone = KeptByAll(), torch.ones(2), []
+    for _ in range(3):
+        mask = first, torch.ones(3)
+        gone.append(weakref.ref(told.get(mask, "key", Found)))
+        assert told.get(mask, "key", Found) is gone[-1]()
+        del mask
+    assert [ref() is None for ref in gone] == [True, True, False]
+
+
 def test_nobody_counts_what_is_written_in_inference_mode():
     told = KeptByAll()
     with torch.inference_mode():
         mask = (torch.ones(2),)
     assert told.get(mask, "key", Found) is not told.get(mask, "key", Found)
+
+
+@pytest.mark.parametrize("known", [Kept, KeptByAll])
+def test_nobody_counts_what_replays_write(monkeypatch, known):
+    known, mask = known(), (torch.ones(2), None)
+    monkeypatch.setattr(kept, "is_of_replays", lambda x: x is mask[0])
+    assert known.get(mask, "key", Found) is not known.get(mask, "key", Found)
+    other = (None, torch.ones(2))
+    assert known.get(other, "key", Found) is known.get(other, "key", Found)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import is_capturing
+from cp_dispatch._compat import is_capturing, is_of_replays
 
 _MAX_KEPT = 64
 
@@ -46,7 +46,7 @@ class Kept:
 
     def _look(self, tensors, key: Hashable, make: Callable[[], object], near_key: tuple):
         given = [x for x in tensors if x is not None]
-        if any(x.is_inference() for x in given):  # whose versions nobody counts
+        if any(map(_is_uncounted, given)):
             return make()
         marks = [None if x is None else _mark(x) for x in tensors]
         value = self._find(given, key, make)
@@ -80,8 +80,8 @@ class Kept:
 
 
 class KeptByAll:
-    """What ranks told each other of tensors, kept for as long as the first one's memory lives: on
-    a rank where it went before, that would ask again and wait for others that know."""
+    """What ranks told each other of tensors, kept for as long as their memory lives: on a rank
+    where it went before, that would ask again and wait for others that know."""
 
     def __init__(self):
         self._of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -90,20 +90,28 @@ class KeptByAll:
     def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
         """``make()``, or what it gave before for the same contents of the same tensors."""
         given = [x for x in tensors if x is not None]
-        if any(x.is_inference() for x in given):  # on all ranks
+        if any(map(_is_uncounted, given)):  # on all ranks
             return make()
         first, *others = (x.untyped_storage() for x in given)
-        # Held, so that their identities stay theirs.
         others = [s for s in others if s is not first]
         full_key = key, *((*map(id, others),), *(_view_of(x) for x in given))
         versions = [x._version for x in given]
         with self._lock:
-            found = self._of.setdefault(first, {}).get(full_key)
-        if found is None or found[0] != versions:
-            found = versions, make(), others
+            refs, *found = self._of.setdefault(first, {}).get(full_key, (None, None, None))
+        known = refs is not None and all(ref() is s for ref, s in zip(refs, others, strict=True))
+        if not known or found[0] != versions:
+            found = versions, make()
             with self._lock:
-                self._of[first][full_key] = found
+                entries = self._of[first]
+                for old in [key for key, (refs, *_) in entries.items() if _some_is_gone(refs)]:
+                    del entries[old]
+                entries[full_key] = [weakref.ref(s) for s in others], *found
         return found[1]
+
+
+def _is_uncounted(x: Tensor) -> bool:
+    """Whether nobody counts the versions of a tensor."""
+    return x.is_inference() or is_of_replays(x)
 
 
 def _view_of(x: Tensor) -> tuple:

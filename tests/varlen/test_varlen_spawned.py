@@ -138,6 +138,30 @@ def placed_starts(env: Env, backend: str) -> None:
             check(got, exact(problem), one_device(problem))
 
 
+def made_in_the_graph(env: Env) -> None:
+    """Inductor writes documents over those that an earlier call had, and counts no version. By a
+    product of torch's, which needs no kernel to be built."""
+    if not _has_compiler():
+        print("no C++ compiler, nothing to test")
+        return
+    torch._dynamo.reset()
+    problems = [VarlenProblem(x, key_heads=2) for x in LENGTHS]
+    before = torch.ones(6, 5, dtype=torch.int32).tril(-1)
+
+    def attend(query, key, value, *lengths):
+        starts = [(before @ x).view(-1) for x in lengths]
+        return [problems[0].attend(query, key, value, [x, x])[0] for x in starts]
+
+    lengths = [torch.tensor(x, dtype=torch.int32).view(-1, 1) for x in LENGTHS]
+    for placement in (ROWS[0], Replicate()):
+        inputs = [distribute(x, env.mesh(), [placement]) for x in problems[0].tensors()[:3]]
+        with cp_dispatch.enabled():
+            found = torch.compile(attend, fullgraph=True)(*inputs, *lengths)
+        for problem, out in zip(problems, found, strict=True):
+            want = exact(problem)["output"]
+            torch.testing.assert_close(out.full_tensor().double(), want, rtol=1e-5, atol=1e-6)
+
+
 def in_a_model(env: Env, compile: bool) -> None:
     """Projections on DTensors around it, in a checkpoint; gradients of the weights."""
     torch._dynamo.reset()
@@ -185,6 +209,7 @@ CASES = {
     "aot_eager head-tail": functools.partial(compiled, backend="aot_eager", layout=True),
     "inductor causal": functools.partial(compiled, backend="inductor"),
     "inductor, placed starts": functools.partial(placed_starts, backend="inductor"),
+    "inductor, made in the graph": made_in_the_graph,
     "one node each way": one_node_each_way,
     "settings": settings_compile_anew,
     "several lengths": functools.partial(several_lengths, dynamic=None),
