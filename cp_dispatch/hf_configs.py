@@ -10,18 +10,41 @@ _AS_DTENSORS = (
     "give the model DTensors and cp_dispatch.enable() instead, inside "
     "torch.distributed.tensor.experimental.implicit_replication()"
 )
+# In the names of kinds of layers that have states or convolutions along the sequence, alone or
+# ("hybrid") beside attention.
+_MIXERS = "linear", "mamba", "conv", "recurrent", "hybrid"
 
 
 def wrong_in_a_shard(config, total: int, longest: list[int]) -> str | None:
     """Why a model would be wrong on shards of ``total`` positions, where each rank is given
     positions below ``longest``, and what to do."""
-    return _rotary(config, longest) or _temperature(config, total) or _indexer(config)
+    return (
+        _mixers(config)
+        or _rotary(config, longest)
+        or _temperature(config, total)
+        or _indexer(config)
+    )
 
 
 def by_longest(config) -> bool:
     """Whether rotary frequencies depend on the longest position."""
     kinds = [rope.get("rope_type") for rope in _ropes(config)]
     return any(isinstance(x, str) and ("dynamic" in x or x == "longrope") for x in kinds)
+
+
+def _mixers(config) -> str | None:
+    """Jamba, Qwen3-Next and the like: attention in some layers alone."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = {x for x in kinds or () if isinstance(x, str)}
+    found = sorted(x for x in kinds if any(word in x for word in _MIXERS))
+    if not found:
+        return None
+    return (
+        f"layers of this model mix positions in other ways than attention, {found} in its config, "
+        "and would do so within this rank's shard alone; run it whole, outside of the block (where "
+        "these layers go over ranks by themselves, pass masks that are ready, of which nothing is "
+        "asked here)"
+    )
 
 
 def _rotary(config, longest: list[int]) -> str | None:
