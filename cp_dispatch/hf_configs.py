@@ -34,9 +34,7 @@ def by_longest(config) -> bool:
 
 def _mixers(config) -> str | None:
     """Jamba, Qwen3-Next and the like: attention in some layers alone."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    kinds = {x for x in kinds or () if isinstance(x, str)}
-    found = sorted(x for x in kinds if any(word in x for word in _MIXERS))
+    found = sorted(x for x in _kinds(config) if any(word in x for word in _MIXERS))
     if not found:
         return None
     return (
@@ -86,13 +84,22 @@ def _temperature(config, total: int) -> str | None:
 
 
 def _indexer(config) -> str | None:
-    """DeepSeek V3.2 chooses each query's keys by scores of all of them."""
-    if getattr(config, "index_topk", None) is None:
+    """DeepSeek V3.2 chooses each query's keys by scores of all of them, MiniMax M3 blocks."""
+    name = "index_topk"
+    if "minimax_m3_sparse" in _kinds(config):  # its config has a number of blocks without them too
+        name = "index_topk_blocks"
+    if getattr(config, name, None) is None:
         return None
     return (
-        "an indexer chooses the keys that are attended (index_topk), and would know this rank's "
+        f"an indexer chooses the keys that are attended ({name}), and would know this rank's "
         f"alone; {_AS_DTENSORS}, without a layout"
     )
+
+
+def _kinds(config) -> set[str]:
+    """Of layers, as the config names them."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return {x for x in kinds or () if isinstance(x, str)}
 
 
 def _ropes(config) -> list[dict]:
