@@ -10,18 +10,39 @@ _AS_DTENSORS = (
     "give the model DTensors and cp_dispatch.enable() instead, inside "
     "torch.distributed.tensor.experimental.implicit_replication()"
 )
+# In the names of kinds of layers that have states or convolutions along the sequence, alone or
+# ("hybrid") beside attention.
+_MIXERS = "linear", "mamba", "conv", "recurrent", "hybrid"
 
 
 def wrong_in_a_shard(config, total: int, longest: list[int]) -> str | None:
     """Why a model would be wrong on shards of ``total`` positions, where each rank is given
     positions below ``longest``, and what to do."""
-    return _rotary(config, longest) or _temperature(config, total) or _indexer(config)
+    return (
+        _mixers(config)
+        or _rotary(config, longest)
+        or _temperature(config, total)
+        or _indexer(config)
+    )
 
 
 def by_longest(config) -> bool:
     """Whether rotary frequencies depend on the longest position."""
     kinds = [rope.get("rope_type") for rope in _ropes(config)]
     return any(isinstance(x, str) and ("dynamic" in x or x == "longrope") for x in kinds)
+
+
+def _mixers(config) -> str | None:
+    """Jamba, Qwen3-Next and the like: attention in some layers alone."""
+    found = sorted(x for x in _kinds(config) if any(word in x for word in _MIXERS))
+    if not found:
+        return None
+    return (
+        f"layers of this model mix positions in other ways than attention, {found} in its config, "
+        "and would do so within this rank's shard alone; run it whole, outside of the block (where "
+        "these layers go over ranks by themselves, pass masks that are ready, of which nothing is "
+        "asked here)"
+    )
 
 
 def _rotary(config, longest: list[int]) -> str | None:
@@ -63,13 +84,22 @@ def _temperature(config, total: int) -> str | None:
 
 
 def _indexer(config) -> str | None:
-    """DeepSeek V3.2 chooses each query's keys by scores of all of them."""
-    if getattr(config, "index_topk", None) is None:
+    """DeepSeek V3.2 chooses each query's keys by scores of all of them, MiniMax M3 blocks."""
+    name = "index_topk"
+    if "minimax_m3_sparse" in _kinds(config):  # its config has a number of blocks without them too
+        name = "index_topk_blocks"
+    if getattr(config, name, None) is None:
         return None
     return (
-        "an indexer chooses the keys that are attended (index_topk), and would know this rank's "
+        f"an indexer chooses the keys that are attended ({name}), and would know this rank's "
         f"alone; {_AS_DTENSORS}, without a layout"
     )
+
+
+def _kinds(config) -> set[str]:
+    """Of layers, as the config names them."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return {x for x in kinds or () if isinstance(x, str)}
 
 
 def _ropes(config) -> list[dict]:

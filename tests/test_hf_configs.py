@@ -54,5 +54,23 @@ def test_temperatures_of_llama_4(total, options, wrong):
     assert ("attn_temperature_tuning" in (reason or "")) is wrong
 
 
+@pytest.mark.parametrize("name, kinds, found", [
+    ("layer_types", ["linear_attention", "full_attention"], ["linear_attention"]),
+    ("layer_types", ["hybrid_sliding", "hybrid", "hybrid"], ["hybrid", "hybrid_sliding"]),
+    ("layer_types", ["conv", "sliding_attention"], ["conv"]),
+    ("layers_block_type", ["attention", "mamba"], ["mamba"]),
+    ("layer_types", ["full_attention", "chunked_attention", "sliding_attention"], None),
+    ("layer_types", ["moe", "full_attention", "mlp", "sparse", "dense"], None),
+    ("layers_block_type", None, None),
+])  # fmt: skip
+def test_layers_that_are_no_attention(name, kinds, found):
+    reason = wrong_in_a_shard(Some(**{name: kinds}), 48, [24, 48])
+    assert reason is None if found is None else f"{found} in its config" in reason
+
+
 def test_keys_of_an_indexer():
-    assert "index_topk" in wrong_in_a_shard(Some(index_topk=4), 48, [0, 0])
+    assert "(index_topk)" in wrong_in_a_shard(Some(index_topk=4), 48, [0, 0])
+    for kind, wrong in ("minimax_m3_sparse", True), ("full_attention", False):
+        config = Some(index_topk_blocks=4, layer_types=["full_attention", kind])
+        reason = wrong_in_a_shard(config, 48, [0, 0])
+        assert ("(index_topk_blocks)" in (reason or "")) is wrong

@@ -370,6 +370,23 @@ def small(kind: str):
     return transformers.BartForConditionalGeneration(config).eval()
 
 
+def layers_that_are_no_attention(env: Env) -> None:
+    """Their states stay within a shard: refused on every rank."""
+    config = transformers.MiniMaxConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
+        attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    assert set(config.layer_types) == {"full_attention", "linear_attention"}
+    model = transformers.MiniMaxForCausalLM(config).to(env.device).eval()
+    tokens = batches(1)[0][0]
+    words = r"\['linear_attention'\] in its config"
+    for balancer in None, HEAD_TAIL:
+        with pytest.raises(cp_dispatch.ContextParallelError, match=words):
+            inside = in_block(env, balancer, torch.ones_like(tokens))
+            inside(model, *(tokens.to(env.device, copy=True) for _ in range(2)))
+
+
 def positions_of_its_own(env: Env) -> None:
     """Models that make masks without positions: refused on every rank alike, where they would
     count them from 0, and right where they are given."""
@@ -494,6 +511,7 @@ CASES = {
     "refused on every rank": refused_on_every_rank,
     "positions that are not given": positions_not_given,
     "frequencies by length": frequencies_by_length,
+    "layers that are no attention": layers_that_are_no_attention,
     "positions of its own": positions_of_its_own,
     "whole mask beside a cache": whole_mask_beside_a_cache,
     "shards of a row": shards_of_a_row,
