@@ -47,6 +47,8 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
     # Shards that do not have the shapes that their global shape implies are wrong even if all
     # ranks agree on that.
     wrong = not all(map(local_shape_fits, wholes))
+    # By its name too: ranks may call different functions.
+    text = f"    {what}\n{text}"
     texts = _compare(wholes[0].device_mesh if mesh is None else mesh, text, wrong)
     if texts is None:
         return
