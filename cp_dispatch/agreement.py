@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch._compat import dtensor_spec, is_tracing, local_tensor, outside_functorch
 from cp_dispatch.call import Call
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.costs import digest_of, kind_of
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.options import Options
 from cp_dispatch.switches import is_on
@@ -138,8 +139,11 @@ def _signature(options: Options, call: Call) -> str:
 
 
 def _device_kind(call: Call) -> str:
-    """The kind of GPU, by which kernels and schedules are chosen."""
-    return torch.cuda.get_device_name() if call.query.is_cuda else "CPU"
+    """The kind of GPU and what was measured of it, by which kernels and schedules are chosen."""
+    if not call.query.is_cuda:
+        return "CPU"
+    name = torch.cuda.get_device_name()
+    return f"{name}, constants {digest_of(kind_of(name))}"
 
 
 def _seed(call: Call) -> int:

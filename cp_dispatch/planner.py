@@ -37,7 +37,8 @@ SMALLER = 1.02
 
 def constants_here(device_type: str) -> Constants | None:
     """The constants of this rank's kind of GPU. Ranks of one group are of one kind, as they must
-    be for torch's choice of a kernel too; ``CP_DISPATCH_DEBUG=1`` checks."""
+    be for torch's choice of a kernel too, and have one file of it; ``CP_DISPATCH_DEBUG=1``
+    checks both."""
     if device_type != "cuda":
         return None
     return constants_of(kind_of(torch.cuda.get_device_name()))

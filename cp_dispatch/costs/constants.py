@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import pathlib
@@ -181,3 +182,12 @@ def constants_of(kind: str) -> Constants | None:
         if path.is_file():
             return Constants.from_json(path.read_text())
     return None
+
+
+@functools.cache
+def digest_of(kind: str) -> str | None:
+    """A few letters that tell constants of a kind apart, for every host has a file of its own."""
+    constants = constants_of(kind)
+    if constants is None:
+        return None
+    return hashlib.sha256(constants.to_json().encode()).hexdigest()[:8]
