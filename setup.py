@@ -13,8 +13,9 @@ def pure_python(reason: str) -> dict:
 
 
 def extension() -> dict:
-    if os.environ.get("CP_DISPATCH_BUILD_EXT", "1") == "0":
-        return pure_python("CP_DISPATCH_BUILD_EXT=0")
+    wanted = os.environ.get("CP_DISPATCH_BUILD_EXT", "1")
+    if wanted.lower() in ("0", "false", "no", "off"):  # as cp_dispatch.switches, which needs torch
+        return pure_python(f"CP_DISPATCH_BUILD_EXT={wanted}")
     here = Path(__file__).parent
     sources, cuda_sources = (
         sorted(str(p.relative_to(here)) for p in here.glob(f"csrc/{pattern}"))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch._compat import dtensor_spec, is_tracing, local_tensor, outside_functorch
 from cp_dispatch.call import Call
 from cp_dispatch.choose import sdp_flags
+from cp_dispatch.costs import digest_of, kind_of
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.options import Options
 from cp_dispatch.switches import is_on
@@ -47,6 +48,8 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
     # Shards that do not have the shapes that their global shape implies are wrong even if all
     # ranks agree on that.
     wrong = not all(map(local_shape_fits, wholes))
+    # By its name too: ranks may call different functions.
+    text = f"    {what}\n{text}"
     texts = _compare(wholes[0].device_mesh if mesh is None else mesh, text, wrong)
     if texts is None:
         return
@@ -136,8 +139,11 @@ def _signature(options: Options, call: Call) -> str:
 
 
 def _device_kind(call: Call) -> str:
-    """The kind of GPU, by which kernels and schedules are chosen."""
-    return torch.cuda.get_device_name() if call.query.is_cuda else "CPU"
+    """The kind of GPU and what was measured of it, by which kernels and schedules are chosen."""
+    if not call.query.is_cuda:
+        return "CPU"
+    name = torch.cuda.get_device_name()
+    return f"{name}, constants {digest_of(kind_of(name))}"
 
 
 def _seed(call: Call) -> int:

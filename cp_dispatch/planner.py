@@ -37,7 +37,8 @@ SMALLER = 1.02
 
 def constants_here(device_type: str) -> Constants | None:
     """The constants of this rank's kind of GPU. Ranks of one group are of one kind, as they must
-    be for torch's choice of a kernel too; ``CP_DISPATCH_DEBUG=1`` checks."""
+    be for torch's choice of a kernel too, and have one file of it; ``CP_DISPATCH_DEBUG=1``
+    checks both."""
     if device_type != "cuda":
         return None
     return constants_of(kind_of(torch.cuda.get_device_name()))
@@ -119,8 +120,8 @@ def of_two(first: Plan, second: Plan) -> Plan:
 
 
 def with_predictions(plan: Plan, device_type: str) -> Plan:
-    """The settled plan of a call without a mask, with the predicted time of every schedule, for
-    people."""
+    """The settled plan of a call without a mask, with the predicted time of every schedule, and of
+    its own where that is another, as a hybrid of chosen groups, for people."""
     constants = constants_here(device_type)
     if constants is None or plan.world_size == 1 or not plan.can_choose:
         return plan
@@ -129,6 +130,9 @@ def with_predictions(plan: Plan, device_type: str) -> Plan:
         reasons=(),
     )  # fmt: skip
     found = alternatives(ring, device_type, False, constants)
+    if all(x.op_schedule != plan.op_schedule for x, _ in found):
+        own = predict(plan, constants)
+        found += [(plan, own)] if own is not None else []
     return dataclasses.replace(
         plan, predictions=tuple((x.op_schedule, *prediction) for x, prediction in found)
     )

@@ -69,6 +69,10 @@ def settle(
         return _by_heads(plan, plan.world_size, device_type, own_rows)
     if wish.startswith("hybrid"):
         ranks = head_ranks(wish) or _group_size(plan)
+        if ranks == plan.world_size:
+            plan = _with(plan, f"no hybrid: the group that shares heads is all {ranks} ranks")
+        elif ranks == 1:
+            plan = _with(plan, "no hybrid: a group of one rank shares no heads")
         return _by_heads(plan, ranks, device_type, own_rows)
     if wish == "gather":
         return _gathered(plan)
@@ -86,7 +90,10 @@ def settle(
 def _gathered(plan: Plan) -> Plan:
     if plan.is_causal and plan.layout is None:
         if mirror.fits(plan.query_length, plan.key_length, plan.world_size):
-            reason = "half-shards of query and output are exchanged with the mirror rank"
+            reason = (
+                '"gather" in natural order: halves of query and output are exchanged with the '
+                "mirror rank"
+            )
             return _in_groups(_with(plan, reason, "mirrored_gather"))
     elif gather_plan.fits(plan.geometry):
         return _in_groups(_with(plan, "all keys are gathered: few large kernels", "gather"))

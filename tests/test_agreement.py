@@ -1,5 +1,7 @@
 """The debug mode: what must be the same on every rank, as far as one process can tell."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dispatch import ContextParallelError, agreement, enabled
-from cp_dispatch.agreement import _signature, check_agreement, debug_is_on, local_shape_fits
+from cp_dispatch.agreement import (
+    _device_kind,
+    _signature,
+    check_agreement,
+    debug_is_on,
+    local_shape_fits,
+)
 from cp_dispatch.call import Call
+from cp_dispatch.costs import digest_of
 from cp_dispatch.options import Options
 from tests.ranks import SEQUENCE, fake_ranks, one_rank, outline
 
@@ -117,6 +126,18 @@ def test_whatever_must_agree_is_in_the_signature(mesh):
     finally:
         torch.use_deterministic_algorithms(False)
     assert len(texts) > 20 and len(set(texts.values())) == len(texts)
+
+
+def test_constants_of_another_measurement_differ(monkeypatch):
+    call = SimpleNamespace(query=SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    measured = _device_kind(call)
+    monkeypatch.setattr(agreement, "digest_of", lambda kind: None)
+    assert {"NVIDIA H200" in x for x in (measured, _device_kind(call))} == {True}
+    assert measured != _device_kind(call)
+    kinds = "nvidia-h200", "nvidia-h100-80gb-hbm3", "a kind that nobody measured"
+    h200, sibling, none = map(digest_of, kinds)
+    assert h200 and h200 == sibling and none is None
 
 
 def test_two_meshes_of_one_size_differ():

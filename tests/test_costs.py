@@ -14,7 +14,7 @@ from cp_dispatch.__main__ import main
 from cp_dispatch.costs import Constants, Curve, Links, constants_of, kind_of, predict
 from cp_dispatch.costs.constants import KERNELS
 from cp_dispatch.costs.model import WHOLE_WAY
-from cp_dispatch.planner import alternatives, choose, of_two
+from cp_dispatch.planner import alternatives, choose, of_two, with_predictions
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.settle import settle
 from tests.ranks import fake_ranks, one_rank
@@ -368,6 +368,14 @@ def test_explain_shows_every_schedules_time(monkeypatch):
     lines = [line for line in str(plan).splitlines() if line.endswith("<- this")]
     assert len(lines) == 1 and lines[0].split()[0] == "ulysses"
     assert f"{seconds['ulysses'] * 1e3:.3f}" in lines[0]
+
+
+@pytest.mark.parametrize("wish", ["hybrid:2", "hybrid:4", "hybrid"])
+def test_explain_shows_the_time_of_a_hybrid_of_chosen_groups(monkeypatch, wish):
+    monkeypatch.setattr(planner, "constants_here", lambda device: constants())
+    plan = with_predictions(settle(ring(ranks=8), wish, "cuda"), "cuda")
+    lines = [line.split()[0] for line in str(plan).splitlines() if line.endswith("<- this")]
+    assert lines == [plan.op_schedule] and plan.schedule == "hybrid"
 
 
 def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
@@ -244,3 +245,12 @@ def test_a_switch_is_off_by_a_word_too(monkeypatch):
     for value, on in {"false": False, "No": False, "": True, "1": True}.items():
         monkeypatch.setenv("CP_DISPATCH_USE_CPP", value)
         assert (extension._load() != "CP_DISPATCH_USE_CPP=0") is on
+
+
+@pytest.mark.parametrize("word", ["0", "off", "False"])
+def test_nothing_is_built_by_any_word_for_it(monkeypatch, capsys, word):
+    monkeypatch.setenv("CP_DISPATCH_BUILD_EXT", word)
+    given = []
+    monkeypatch.setattr("setuptools.setup", lambda **options: given.append(options))
+    runpy.run_path(str(pathlib.Path(__file__).parents[1] / "setup.py"))
+    assert given == [{}] and f"CP_DISPATCH_BUILD_EXT={word}" in capsys.readouterr().out

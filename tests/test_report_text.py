@@ -102,7 +102,7 @@ handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
      3                4/0               4.000 (    3)        14.125 (    4)
   sent: of gathers and sums what a rank puts in, once for all others
   extra memory about: 34.750 MiB forward, 52.000 MiB backward
-  - half-shards of query and output are exchanged with the mirror rank""",
+  - "gather" in natural order: halves of query and output are exchanged with the mirror rank""",
     )
 
 

@@ -106,9 +106,11 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
         got = settle(plan, wish, "cuda", masked=own_rows, own_rows=own_rows)
         if not ranks or own_rows:
             assert got.schedule in ("ring", "mirrored_ring") and got.head_ranks == 1
-            assert ("differs by row" if own_rows else across) in got.reasons[0]
+            assert ("differs by row" if own_rows else across) in "\n".join(got.reasons)
+            assert wish != "hybrid:1" or "no hybrid: a group of one rank" in got.reasons[0]
         elif ranks == plan.world_size:
             assert (got.schedule, got.op_schedule) == ("ulysses", "ulysses")
+            assert ("no hybrid: the group" in got.reasons[0]) == wish.startswith("hybrid")
         else:
             assert (got.schedule, got.head_ranks, got.across) == ("hybrid", ranks, across)
             assert got.op_schedule == f"hybrid:{ranks}:{across}"

@@ -6,8 +6,10 @@
 of GPU predict alike. Without constants for a kind, nothing is predicted.
 """
 
-from cp_dispatch.costs.constants import Constants, Curve, constants_of, kind_of
+from cp_dispatch.costs.constants import Constants, Curve, constants_of, digest_of, kind_of
 from cp_dispatch.costs.model import Prediction, predict
 from cp_dispatch.costs.pieces import Links
 
-__all__ = ["Constants", "Curve", "Links", "Prediction", "constants_of", "kind_of", "predict"]
+__all__ = [
+    "Constants", "Curve", "Links", "Prediction", "constants_of", "digest_of", "kind_of", "predict",
+]  # fmt: skip

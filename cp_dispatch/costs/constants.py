@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import pathlib
@@ -96,7 +97,7 @@ class Constants:
 
     def floor(self, schedule: str, direction: str, ranks: int) -> float:
         """The median over backends, whose calls cost the host less than its moods do; of each the
-        line through the two points with most ranks, or the one there is."""
+        line through the two points with most ranks, never a falling one, or the one there is."""
         found = [
             _line(sorted(schedules[schedule][direction]), ranks)
             for schedules in self.floors.values()
@@ -159,7 +160,7 @@ class Constants:
 def _line(points: list[tuple[int, float]], ranks: int) -> float:
     (r1, s1), (r0, s0) = points[-1], points[-2] if len(points) > 1 else points[-1]
     slope = max(0.0, (s1 - s0) / (r1 - r0)) if r1 != r0 else 0.0
-    return max(0.0, s1 + slope * (ranks - r1)) if ranks >= r0 else s0
+    return s1 + slope * (ranks - r1) if ranks >= r0 else s0
 
 
 def kind_of(device_name: str) -> str:
@@ -181,3 +182,12 @@ def constants_of(kind: str) -> Constants | None:
         if path.is_file():
             return Constants.from_json(path.read_text())
     return None
+
+
+@functools.cache
+def digest_of(kind: str) -> str | None:
+    """A few letters that tell constants of a kind apart, for every host has a file of its own."""
+    constants = constants_of(kind)
+    if constants is None:
+        return None
+    return hashlib.sha256(constants.to_json().encode()).hexdigest()[:8]

@@ -31,16 +31,17 @@ class Pieces:
         self.plan, self.constants, self.links = plan, constants, links
         self.dim, self.direction = dim, direction
         self.backward = direction == "backward"
-        (batch, heads, _, dim), (_, key_heads, _, _), (_, _, _, value_dim) = plan.shards
+        # ``dim`` is one that was measured, at least those of the call.
+        (batch, heads, _, own_dim), _, (_, _, _, value_dim) = plan.shards
         size = plan.dtype.itemsize
         self._heads = batch * heads
         #: Bytes of a position: query, output, key and value, and dK and dV as they travel.
-        self.query_row = batch * heads * dim * size
+        self.query_row = batch * heads * own_dim * size
         self.output_row = batch * heads * value_dim * size
         self.key_row = plan.key_row_bytes
         wide = wide_dtype(plan.dtype).itemsize
         self.sums_row = self.key_row // size * wide
-        self._pairs = 2 * batch * heads * (dim + value_dim) * (2.5 if self.backward else 1)
+        self._pairs = 2 * batch * heads * (own_dim + value_dim) * (2.5 if self.backward else 1)
 
     def kernels(self, tiles) -> float:
         """Of tiles, one call each."""

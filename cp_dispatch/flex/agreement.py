@@ -14,7 +14,7 @@ from cp_dispatch.flex.plan import make_plan
 from cp_dispatch.options import Options
 
 
-def check_flex_agreement(options: Options, call: FlexCall) -> None:
+def check_flex_agreement(options: Options, call: FlexCall, scale: float) -> None:
     """Raise on every rank of the mesh if the ranks' calls differ (``CP_DISPATCH_DEBUG=1``).
 
     A mask of the whole sequence must be the same on every rank, for each works out from it what the
@@ -28,7 +28,7 @@ def check_flex_agreement(options: Options, call: FlexCall) -> None:
     rows = _rows(options, call)
     lines = [
         call.describe(own_rows=rows == _OWN),
-        f"gradients wanted: {[x.requires_grad for x in tensors]}",
+        f"gradients wanted: {[x.requires_grad for x in tensors]}, scale={scale}",
         f"{options}",
         f"local shards have the shapes that the global shapes imply: {fits}",
         f"rows of blocks of the mask: {rows}",

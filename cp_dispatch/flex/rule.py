@@ -103,7 +103,7 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
         if plan.handler != "refused":
             LocalFlex(call, plan).note_trace(options)
         return tuple(wrap(x, call.query) for x in _outlines(call))
-    local = _local(options, call)
+    local = _local(options, call, scale)
     if local.rings and _in_base_two(kernel_options):
         results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)
         return tuple(wrap(x, call.query) for x in results)
@@ -132,7 +132,7 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
     if _is_outside(call):
         buffers = tuple(zeros_for(x) for x in call.score_buffers)
         return *(nothing(x, 4) for x in call.tensors.values()), buffers
-    local = _local(options, call)
+    local = _local(options, call, scale)
     out, logsumexp, grad_out, grad_logsumexp = results
     results = (
         local_tensor(out), local_tensor(logsumexp), _placed_like_query(grad_out, call.query),
@@ -186,9 +186,9 @@ def _in_base_two(kernel_options: dict) -> bool:
     return kernel_options.get("BACKEND") != "FLASH"
 
 
-def _local(options, call: FlexCall) -> LocalFlex:
+def _local(options, call: FlexCall, scale: float) -> LocalFlex:
     if debug_is_on():
-        check_flex_agreement(options, call)
+        check_flex_agreement(options, call, scale)
     plan = make_plan(options, call)
     if plan.handler == "refused":
         raise in_words(plan, call).error()

@@ -119,7 +119,7 @@ class Team:
         goes there, where two messages and one kernel call are all of the call; else None. ``there``
         and ``home`` as for :meth:`_parts`. After a call, which has made the box."""
         tiles = self._across.geometry.tiles_of(0, 0, self._job.batch_start, self._batch)
-        # Where messages join no key head is shared, and a share is one segment.
+        # Where messages join, no key head is shared, and a share is one segment.
         if not (self._at_once and self.joins and len(tiles) == 1):
             return None
         parts = self._parts(0, there)

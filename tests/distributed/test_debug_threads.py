@@ -218,3 +218,18 @@ def test_lengths_of_shards_in_the_style_are_no_disagreement():
         torch.testing.assert_close(got, Attention()(whole))
 
     on_mesh(2, body)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda *x: flex_attention(*x, scale=0.5), "scale=0.5"),
+    (F.scaled_dot_product_attention, "    scaled_dot_product_attention\n"),
+], ids=["scale", "function"])  # fmt: skip
+def test_flex_attention_on_all_ranks_but_one(call, words):
+    def body(mesh):
+        own = [distribute(torch.randn(1, 2, 16, 8), mesh, [Shard(2)]) for _ in range(3)]
+        attend = call if mesh.get_local_rank() == 0 else flex_attention
+        with cp_dispatch.enabled(), pytest.raises(ContextParallelError, match="do not agree") as e:
+            attend(*own)
+        assert words in str(e.value) and "    flex_attention\n" in str(e.value)
+
+    on_mesh(2, body)
