@@ -526,7 +526,19 @@ def test_many_short_slabs(batch, dim, dtype):
     assert torch.equal(target, expected)
 
 
-def test_flags_order_streams():
+@pytest.fixture
+def loaded():
+    """CUDA loads a kernel at its first launch and waits for all streams, also for one that waits
+    for a flag: those of the tests, which run in any order."""
+    torch.cuda._sleep(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(4, 4, device="cuda").to(dtype)
+        assert bool((x.fill_(1).clone() == 1).all())
+    x.copy_(torch.randn(4, 4, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def test_flags_order_streams(loaded):
     """A stream that takes a flag waits until another has raised it, and puts it back."""
     flags, more = torch.zeros(2, 150, dtype=torch.int32, device="cuda")
     x, seen = (torch.zeros(1, 2**20, device="cuda") for _ in range(2))
@@ -547,9 +559,9 @@ def test_flags_order_streams():
 
 @pytest.mark.parametrize("count", [1, 4, 64, 65])
 @pytest.mark.parametrize("rows", [8, 4096], ids=["short", "long"])
-def test_push_in_the_current_stream(count, rows):
-    """Flags and copies one after the other, again and again: in a kernel where rows are short and
-    few, else as everywhere. Another stream is the peer."""
+def test_push_in_the_current_stream(loaded, count, rows):
+    """Flags and copies one after the other, again and again, in one kernel or, of many copies, two.
+    Another stream is the peer."""
     room = torch.zeros(4096 + count * rows * 64, dtype=torch.uint8, device="cuda")
     places = room[4096:].view(torch.bfloat16).view(count, rows, 1, 32)
     source = torch.zeros(1, count * rows, 1, 32, dtype=torch.bfloat16, device="cuda")
