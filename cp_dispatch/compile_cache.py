@@ -33,6 +33,8 @@ from cp_dispatch.planner import constants_here
 from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
+# Raised where a trace would give other graphs than those that caches hold, of the same version.
+_GENERATION = 2
 _groups: set[tuple] = set()
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace, as a hash
 
@@ -50,7 +52,7 @@ def tag(state: object | None, calls: str = "") -> None:
         constants = constants_here("cuda") if torch.cuda.is_available() else None
         text = repr(
             (
-                __version__, *schemas, KEEP, limits, state, constants, sdp_flags(),
+                __version__, _GENERATION, *schemas, KEEP, limits, state, constants, sdp_flags(),
                 sorted(_groups), calls,
             )
         )  # fmt: skip
