@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import pathlib
 import tempfile
@@ -116,25 +117,61 @@ def one_device(problem: Problem):
     yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), sent(0)
 
 
-@contextlib.contextmanager
-def ours(problem: Problem, schedule: str, balancer: str | None):
+def layout_of(problem: Problem, balancer: str | None):
     ranks = problem.mesh.size()
-    layout = {
+    return {
         None: lambda: None,
         "head-tail": lambda: HeadTail(problem.length, ranks),
         "documents": lambda: PerDocumentHeadTail(problem.documents, ranks),
         "blocks": lambda: BlockBalanced(problem.mask, ranks),
         "near blocks": lambda: BlockBalanced(problem.mask, ranks, near=True),
     }[balancer]()
+
+
+def dtensors(problem: Problem, shards):
+    return [DTensor.from_local(x, problem.mesh, [Shard(2)], run_check=False) for x in shards]
+
+
+def moved(problem: Problem, query, key, value) -> dict:
+    plan = cp_dispatch.explain_flex(query, key, value, problem.mask)
+    return sent(max(map(plan.bytes_sent, range(problem.mesh.size()))), plan.groups)
+
+
+@contextlib.contextmanager
+def ours(problem: Problem, schedule: str, balancer: str | None):
     attend = compiled(problem)
-    with cp_dispatch.enabled(schedule=schedule, layout=layout):
-        *inputs, grad = (
-            DTensor.from_local(x, problem.mesh, [Shard(2)], run_check=False)
-            for x in problem.tensors(problem.tokens)
-        )
-        plan = cp_dispatch.explain_flex(*inputs, problem.mask)
-        moved = sent(max(map(plan.bytes_sent, range(ranks))), plan.groups)
-        yield inputs, grad, lambda *x: attend(*x, block_mask=problem.mask, enable_gqa=True), moved
+    with cp_dispatch.enabled(schedule=schedule, layout=layout_of(problem, balancer)):
+        *inputs, grad = dtensors(problem, problem.tensors(problem.tokens))
+        call = functools.partial(attend, block_mask=problem.mask, enable_gqa=True)
+        yield inputs, grad, call, moved(problem, *inputs)
+
+
+@contextlib.contextmanager
+def in_style(problem: Problem, balancer: str | None):
+    """Plain shards, given to a module in ``ContextParallel`` in a compiled one."""
+    torch._dynamo.reset()
+
+    class Attention(torch.nn.Module):
+        def forward(self, query, key, value, block_mask):
+            return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, *args):
+            return self.attention(*args)
+
+    layout, block = layout_of(problem, balancer), Block()
+    style = cp_dispatch.ContextParallel(attention_type="flex", balancer=layout)
+    style._apply(block.attention, problem.mesh)
+    if problem.device.type == "cuda":
+        block = torch.compile(block, fullgraph=True, dynamic=False)
+    *inputs, grad = problem.tensors(problem.tokens)
+    with cp_dispatch.enabled(layout=layout):
+        sends = moved(problem, *dtensors(problem, inputs))
+    yield inputs, grad, lambda *x: block(*x, problem.mask), sends
 
 
 @contextlib.contextmanager
@@ -179,6 +216,8 @@ IMPLEMENTATIONS = {
     "cp_dispatch ring": (lambda p: ours(p, "ring", None), ("documents", "window")),
     "cp_dispatch, blocks": (lambda p: ours(p, "auto", "blocks"), ("causal", "documents")),
     "cp_dispatch, near blocks": (lambda p: ours(p, "auto", "near blocks"), ("documents",)),
+    "cp_dispatch style": (lambda p: in_style(p, None), ("causal", "documents", "window")),
+    "cp_dispatch style, near blocks": (lambda p: in_style(p, "near blocks"), ("documents",)),
     "torch cp, head-tail": (
         lambda p: torch_cp(p, "head-tail"), ("causal", "documents", "window"),
     ),
