@@ -201,10 +201,12 @@ class Box:
         )  # fmt: skip
         return found.as_strided(shape, (stride, 1), address - found.data_ptr())
 
-    def numbers(self, moves, opens=()) -> list[int]:
-        return moves
+    def numbers(self, moves, opens=()) -> tuple:
+        return moves, opens
 
     def push_here(self, first, second, numbers, opens=()) -> None:
+        numbers, opened = numbers
+        assert opened == opens, "its flags are among the numbers"
         for box in opens:
             box.open()
         self.push_rows([x.transpose(1, 2) for x in (first, second)], numbers)
@@ -212,6 +214,8 @@ class Box:
 
     def push_heads(self, sources, numbers, then_wait=False) -> None:
         moves, views = [], []
+        numbers, opened = numbers
+        assert opened == (self,), "its flags are among the numbers"
         for i in range(0, len(numbers), 8):
             index, row, first, rows, head, heads, address, pitch = numbers[i : i + 8]
             x = sources[index]
