@@ -136,8 +136,10 @@ class Box:
         self.is_under_way = True
 
     def pull(self, targets, sources, then_wait=False) -> None:
+        assert not self.is_under_way, "nobody has waited for what came last"
         self.pulls += 1
         self.open()
+        self.is_under_way = not then_wait
         self._take("free", self._peers)
         self._copy(targets, sources)
         self._raise("full", self._peers)
@@ -213,6 +215,7 @@ class Box:
         self.is_unread = self.is_under_way = False  # what reads it is in the same stream
 
     def push_heads(self, sources, numbers, then_wait=False) -> None:
+        assert not self.is_under_way, "nobody has waited for what came last"
         moves, views = [], []
         numbers, opened = numbers
         assert opened == (self,), "its flags are among the numbers"
