@@ -13,7 +13,6 @@ import torch
 
 from cp_dispatch.schedules import mailbox
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.copy_ops import has_heads_in_rows
 from cp_dispatch.schedules.mailbox import OPENED, PUSHED
 
 _PATIENCE = 10  # seconds
@@ -225,7 +224,7 @@ class Box:
             assert first + rows <= x.size(2) and head + heads <= x.size(1)
             part = x[row, head : head + heads, first : first + rows]
             if part.dim() == 3:  # rows of heads, one after the other
-                assert part.numel() == 0 or has_heads_in_rows(x), x.stride()
+                assert _is_slab(x[row].transpose(0, 1)), x.stride()
                 part = part.transpose(0, 1).flatten(1)
             assert part.size(1) == 1 or part.stride(1) == 1, x.stride()
             moves += [len(views), 0, part.size(1), address, pitch]
