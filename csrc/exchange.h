@@ -41,8 +41,8 @@ struct Signals {
 bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream);
 
 // Copies of any length and flags by a kernel, or more where copies are many, for a stream that has
-// nothing else to do meanwhile; false, and nothing is done, where copies are not of 16 bytes. `here`
-// is this GPU's room.
+// nothing else to do meanwhile; false, and nothing is done, without copies, with too many flags, and
+// of 32 GiB. `here` is this GPU's room.
 bool push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
                     cudaStream_t stream);
 

@@ -13,19 +13,21 @@ constexpr int kMost = 64, kFew = 16;
 constexpr int kMostFlags = 24, kFewFlags = 8;
 // Bytes of a slab beside attention, which leaves copies few SMs.
 constexpr int64_t kShort = 64 * 1024;
-// Units that a thread has in flight, and blocks of a launch: two of an SM, so that a collective's
-// kernel finds room beside them while they wait for a peer.
-constexpr int kThreads = 256, kUnits = 4;
-constexpr int64_t kBlocks = 256;
+// Units that a thread has in flight; threads of a block, and about how many blocks a launch has. Few,
+// so that while they wait for a peer half of the SMs are free for a collective's kernel, which needs
+// one to itself.
+constexpr int kUnits = 4, kThreads = 512;
+constexpr int64_t kBlocks = 64;
 
-// A Slab in units of 16 bytes, fewer than 2**31, and its blocks.
+// A Slab in units of so many bytes, fewer than 2**31, and its blocks.
 struct Units {
-  int4* target;
-  const int4* source;
+  char* target;
+  const char* source;
   uint32_t into, from;
   Divider of_row;
   uint32_t all;
   uint16_t first_block, blocks;
+  uint16_t bytes;
 };
 
 template <int N>
@@ -50,29 +52,40 @@ struct Exchange {
 // Of the room's header, its flags ahead of what kernels count in.
 constexpr int64_t kHeader = 4096, kDone = kHeader - sizeof(uint32_t);
 
+template <typename Unit>
+__device__ void copy_units(const Units& x) {
+  const uint32_t step = x.blocks * blockDim.x;
+  for (uint32_t first = (blockIdx.x - x.first_block) * blockDim.x + threadIdx.x; first < x.all;
+       first += kUnits * step) {
+    Unit held[kUnits];
+    Unit* targets[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      const uint32_t i = first + u * step;
+      if (i >= x.all) continue;
+      const uint32_t row = x.of_row.divide(i), at = i - row * x.of_row.divisor;
+      targets[u] = reinterpret_cast<Unit*>(x.target) + int64_t{row} * x.into + at;
+      held[u] = reinterpret_cast<const Unit*>(x.source)[int64_t{row} * x.from + at];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (first + u * step < x.all) *targets[u] = held[u];
+    }
+  }
+}
+
 // What this block has got to do of the slabs.
 template <int N>
 __device__ void copy_by_blocks(const Slabs<N>& all) {
   int number = 0;
   while (number + 1 < all.count && blockIdx.x >= all.slabs[number + 1].first_block) ++number;
   const Units& x = all.slabs[number];
-  const uint32_t step = uint32_t{x.blocks} * kThreads;
-  for (uint32_t first = (blockIdx.x - x.first_block) * kThreads + threadIdx.x; first < x.all;
-       first += kUnits * step) {
-    int4 held[kUnits];
-    int4* targets[kUnits];
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      const uint32_t i = first + u * step;
-      if (i >= x.all) continue;
-      const uint32_t row = x.of_row.divide(i), at = i - row * x.of_row.divisor;
-      targets[u] = x.target + int64_t{row} * x.into + at;
-      held[u] = x.source[int64_t{row} * x.from + at];
-    }
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (first + u * step < x.all) *targets[u] = held[u];
-    }
+  if (x.bytes == 16) {
+    copy_units<int4>(x);
+  } else if (x.bytes == 4) {
+    copy_units<uint32_t>(x);
+  } else {
+    copy_units<uint8_t>(x);
   }
 }
 
@@ -131,19 +144,21 @@ __global__ void __launch_bounds__(kThreads)
   lower_all(x.take_last);
 }
 
-bool are_units(const std::vector<Slab>& slabs) {
-  return std::all_of(slabs.begin(), slabs.end(), [](const Slab& x) {
-    const auto places = reinterpret_cast<uintptr_t>(x.target) |
-                        reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
-                        static_cast<uintptr_t>(x.from) | static_cast<uintptr_t>(x.bytes);
-    return places % 16 == 0;
-  });
+// Bytes of the widest unit that a slab is made of.
+int64_t unit_of(const Slab& x) {
+  const auto places = reinterpret_cast<uintptr_t>(x.target) |
+                      reinterpret_cast<uintptr_t>(x.source) | static_cast<uintptr_t>(x.into) |
+                      static_cast<uintptr_t>(x.from) | static_cast<uintptr_t>(x.bytes);
+  return places % 16 == 0 ? 16 : places % 4 == 0 ? 4 : 1;
 }
 
-bool are_short(const std::vector<Slab>& slabs) {
-  return std::all_of(slabs.begin(), slabs.end(),
-                     [](const Slab& x) { return x.rows * x.bytes <= kShort; });
+bool fits(const Slab& x) {
+  constexpr int64_t kMostUnits = int64_t{1} << 31, kMostPitch = int64_t{1} << 32;
+  const int64_t unit = unit_of(x);
+  return x.rows * x.bytes < kMostUnits * unit && std::max(x.into, x.from) < kMostPitch * unit;
 }
+
+bool is_short(const Slab& x) { return x.rows * x.bytes <= kShort && unit_of(x) == 16; }
 
 // Blocks for so many bytes, if there may be any number.
 int64_t blocks_for(int64_t bytes) {
@@ -159,16 +174,17 @@ uint32_t put_in(Slabs<N>& all, const Slab* slabs, size_t count) {
   uint32_t blocks = 0;
   for (size_t i = 0; i < count; ++i) {
     const Slab& x = slabs[i];
-    const int64_t own = blocks_for(x.rows * x.bytes);
+    const int64_t own = blocks_for(x.rows * x.bytes), unit = unit_of(x);
     const int64_t share = wanted <= kBlocks ? own : std::max<int64_t>(own * kBlocks / wanted, 1);
-    all.slabs[i] = {static_cast<int4*>(x.target),
-                    static_cast<const int4*>(x.source),
-                    static_cast<uint32_t>(x.into / 16),
-                    static_cast<uint32_t>(x.from / 16),
-                    Divider(static_cast<uint32_t>(std::max<int64_t>(x.bytes / 16, 1))),
-                    static_cast<uint32_t>(x.rows * x.bytes / 16),
+    all.slabs[i] = {static_cast<char*>(x.target),
+                    static_cast<const char*>(x.source),
+                    static_cast<uint32_t>(x.into / unit),
+                    static_cast<uint32_t>(x.from / unit),
+                    Divider(static_cast<uint32_t>(std::max<int64_t>(x.bytes / unit, 1))),
+                    static_cast<uint32_t>(x.rows * x.bytes / unit),
                     static_cast<uint16_t>(blocks),
-                    static_cast<uint16_t>(share)};
+                    static_cast<uint16_t>(share),
+                    static_cast<uint16_t>(unit)};
     blocks += static_cast<uint32_t>(share);
   }
   all.count = static_cast<int>(count);
@@ -205,7 +221,7 @@ void launch(const Slab* slabs, size_t count, const Signals& signals, uint32_t* d
 }  // namespace
 
 bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
-  if (slabs.size() <= 2 || !are_short(slabs) || !are_units(slabs)) return false;
+  if (slabs.size() <= 2 || !std::all_of(slabs.begin(), slabs.end(), is_short)) return false;
   for (size_t i = 0; i < slabs.size(); i += kMost) {
     const size_t count = std::min<size_t>(slabs.size() - i, kMost);
     Slabs<kMost> some;
@@ -219,7 +235,9 @@ bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream) {
 bool push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
                     cudaStream_t stream) {
   const int64_t flags = most_flags(signals);
-  if (slabs.empty() || flags > kMostFlags || !are_units(slabs)) return false;
+  if (slabs.empty() || flags > kMostFlags || !std::all_of(slabs.begin(), slabs.end(), fits)) {
+    return false;
+  }
   STD_TORCH_CHECK(here.numel() * here.element_size() >= kHeader, "a room begins with a header");
   auto* done = reinterpret_cast<uint32_t*>(static_cast<char*>(here.mutable_data_ptr()) + kDone);
   const bool few = slabs.size() <= kFew && flags <= kFewFlags;

@@ -127,16 +127,21 @@ class Heads {
     STD_TORCH_CHECK(batch >= 0 && batch < batch_ && are_within(row, rows, rows_) &&
                         are_within(head, heads, heads_),
                     "heads or rows that a source does not have");
-    auto* const target = reinterpret_cast<void*>(move[5]);
     const char* const source = start_ + batch * batch_stride_;
     if (dims_ == 4) {
       const int64_t width = dim_ * item_;
-      return {target, source + row * stride_ + head * width, move[6], stride_, heads * width, rows};
+      return slab(move, source + row * stride_ + head * width, heads * width, rows);
     }
-    return {target, source + head * stride_ + row * item_, move[6], stride_, rows * item_, heads};
+    return slab(move, source + head * stride_ + row * item_, rows * item_, heads);
   }
 
  private:
+  // The stride of a dim of size 1 says nothing, and CUDA takes none that is shorter than a row.
+  Slab slab(const int64_t* move, const char* source, int64_t bytes, int64_t count) const {
+    const bool one = count == 1;
+    return {reinterpret_cast<void*>(move[5]), source, one ? bytes : move[6],
+            one ? bytes : stride_, bytes, count};
+  }
   static bool are_within(int64_t first, int64_t count, int64_t all) {
     return first >= 0 && count >= 0 && count <= all && first <= all - count;
   }

@@ -5,6 +5,7 @@ beside them costs as much time as one that runs alone. Copy engines cost next to
 need is memory that peers can address (torch's symmetric memory, without multicast) and a way to
 wait for each other without a kernel: flags that a stream writes in a peer's memory and that the
 peer's stream waits for. One stream carries all copies of a device, so that they are in order.
+Some that the default stream would wait for at once it carries itself, by a kernel.
 
 Note [Flags of a mailbox]: for each pair of ranks there are two, each with one writer and one
 reader, who puts it back to 0. One step of the protocol, alike on every rank and in one stream::

@@ -13,7 +13,6 @@ import torch
 
 from cp_dispatch.schedules import mailbox
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.schedules.copy_ops import has_heads_in_rows
 from cp_dispatch.schedules.mailbox import OPENED, PUSHED
 
 _PATIENCE = 10  # seconds
@@ -136,8 +135,10 @@ class Box:
         self.is_under_way = True
 
     def pull(self, targets, sources, then_wait=False) -> None:
+        assert not self.is_under_way, "nobody has waited for what came last"
         self.pulls += 1
         self.open()
+        self.is_under_way = not then_wait
         self._take("free", self._peers)
         self._copy(targets, sources)
         self._raise("full", self._peers)
@@ -201,24 +202,29 @@ class Box:
         )  # fmt: skip
         return found.as_strided(shape, (stride, 1), address - found.data_ptr())
 
-    def numbers(self, moves, opens=()) -> list[int]:
-        return moves
+    def numbers(self, moves, opens=()) -> tuple:
+        return moves, opens
 
     def push_here(self, first, second, numbers, opens=()) -> None:
+        numbers, opened = numbers
+        assert opened == opens, "its flags are among the numbers"
         for box in opens:
             box.open()
         self.push_rows([x.transpose(1, 2) for x in (first, second)], numbers)
         self.is_unread = self.is_under_way = False  # what reads it is in the same stream
 
     def push_heads(self, sources, numbers, then_wait=False) -> None:
+        assert not self.is_under_way, "nobody has waited for what came last"
         moves, views = [], []
+        numbers, opened = numbers
+        assert opened == (self,), "its flags are among the numbers"
         for i in range(0, len(numbers), 8):
             index, row, first, rows, head, heads, address, pitch = numbers[i : i + 8]
             x = sources[index]
             assert first + rows <= x.size(2) and head + heads <= x.size(1)
             part = x[row, head : head + heads, first : first + rows]
             if part.dim() == 3:  # rows of heads, one after the other
-                assert part.numel() == 0 or has_heads_in_rows(x), x.stride()
+                assert _is_slab(x[row].transpose(0, 1)), x.stride()
                 part = part.transpose(0, 1).flatten(1)
             assert part.size(1) == 1 or part.stride(1) == 1, x.stride()
             moves += [len(views), 0, part.size(1), address, pitch]

@@ -326,12 +326,30 @@ def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
 
     def body(rank):
         calls = Calls(case, rank, 2)
-        for _ in range(5):
-            calls.check()
+        for i in range(10):
+            calls.check(token_major=i < 5)  # else they are packed first
         # After a backward of one_call the push of shares has waited until the keys were read.
         inputs = [calls.shard(x, True).requires_grad_() for x in calls.tensors[:3]]
         with cp_dispatch.enabled(schedule=schedule):
             calls.problem.attend(*inputs)
+
+    assert all(run(2, body).values())
+    rooms.assert_all_was_read()
+
+
+def test_calls_by_heads_on_one_stream_and_another(rooms, monkeypatch):
+    """On one of them heads are packed, and there are other numbers for it."""
+    stream = threading.local()
+    for module in (known_call, known_heads, mailbox, pushed_heads):
+        monkeypatch.setattr(module, "on_default_stream", lambda device: stream.number == 0)
+    monkeypatch.setattr(known_call, "current_raw_stream", lambda device: stream.number)
+    case = Case(32, schedule="ulysses")
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for number in (0, 7, 7, 7, 0, 0, 0, 7):
+            stream.number = number
+            calls.check()
 
     assert all(run(2, body).values())
     rooms.assert_all_was_read()

@@ -80,11 +80,15 @@ LAYOUTS = {
 of_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@of_layouts
-def test_a_way_serves_its_own_kind(made, monkeypatch, layout):
+@pytest.mark.parametrize("layout, long", [
+    *((layout, False) for layout in LAYOUTS.values()), (LAYOUTS["blocks"], True),
+], ids=[*LAYOUTS, "long copies"])  # fmt: skip
+def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
     """Other strides, dtypes and contents of a mask are worked out for themselves, another mask
     that needs the same is not, and all results are bit by bit those where nothing is kept."""
     mask, other, alike = window_mask(), window_mask(40), window_mask()
+    if long:  # own rows while those of others come
+        monkeypatch.setattr(prepared, "LONG_COPY", 0)
     # Of blocks all over the place either window needs all.
     differs = layout != LAYOUTS["blocks"]
 

@@ -648,6 +648,21 @@ def test_push_heads(length, run, here_only):
         push_heads([source.transpose(2, 3), numbers_a_row], here, numbers, stream, True)
 
 
+@pytest.mark.parametrize("here_only", [True, False], ids=["current stream", "side stream"])
+def test_push_heads_of_one_row(here_only):
+    """Whose stride, of a dim of size 1, may be less than the row, which copies would not take; and
+    not of 16 bytes, so that it is no kernel that copies."""
+    source = randoms(1, 6, 1, 3, dtype=torch.bfloat16)
+    here = torch.zeros(4096 + 4 * 3 * 2, dtype=torch.uint8, device="cuda")
+    start = here.data_ptr()
+    flags = [[start], [start], [start + 4], [start + 4]]
+    numbers = numbers_of([0, 0, 0, 1, 2, 4, start + 4096, 4 * 3 * 2], *flags)
+    stream = CURRENT if here_only else torch.cuda.Stream().cuda_stream
+    push_heads([source], here, numbers, stream, True)
+    assert torch.equal(here[4096:].view(torch.bfloat16), source[0, 2:].flatten())
+    assert not here[:4096].any()
+
+
 @pytest.mark.parametrize("rows", [3, 20])
 def test_push_pair(rows):
     """Copies and flags of one GPU with itself, of few copies and of many; bad numbers raise."""

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from cp_dispatch.schedules import mailbox, mailboxes
+from cp_dispatch.schedules.copy_ops import CURRENT
+
+OPS = "raise_flags", "push_slabs", "push_rows", "push_pair", "push_heads", "join_streams"
 
 
 class Stream:
@@ -196,14 +199,7 @@ def test_steps_are_noted_down(monkeypatch):
     """Of both boxes where a push to one opens the other."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: True)
-    for name in (
-        "raise_flags",
-        "push_slabs",
-        "push_rows",
-        "push_pair",
-        "push_heads",
-        "join_streams",
-    ):
+    for name in OPS:
         monkeypatch.setattr(mailbox, name, lambda *_: None)
     steps: list = []
     box, other = (without_peers(name, steps) for name in ("keys", "gradients"))
@@ -223,6 +219,39 @@ def test_steps_are_noted_down(monkeypatch):
         steps.clear()
 
 
+@pytest.mark.parametrize("on_default", [True, False], ids=["default stream", "another stream"])
+@pytest.mark.parametrize("then_wait", [True, False])
+def test_what_ops_are_told(monkeypatch, on_default, then_wait):
+    """The default stream carries itself what it would wait for; flags are in the protocol's order,
+    and in numbers that are kept too."""
+    log: list[tuple] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(mailbox, "on_default_stream", lambda device: on_default)
+    monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: 0 if on_default else 7)
+    for name in OPS:
+        monkeypatch.setattr(mailbox, name, lambda *args, name=name: log.append((name, *args)))
+    box, other = without_peers("keys", []), without_peers("gradients", [])
+    box._all = mailbox._Flags([10, 11], [12, 13]), mailbox._Flags([14, 15], [16, 17])
+    other._all = mailbox._Flags([20], [21]), mailbox._Flags([22], [23])
+    raised, *flags = [10, 11], [14, 15], [12, 13], [16, 17]
+    moves = [1, 2, 3, 4, 5]
+    for opens, first in (((), []), ((box,), raised), ((box, other), [*raised, 20])):
+        lists = [moves, first, *flags]
+        numbers = box.numbers(moves, opens).tolist()
+        assert numbers == [*map(len, lists), *sum(lists, [])]
+    by_itself = on_default and then_wait
+    stream, side_waits = (CURRENT, False) if by_itself else (1, True)
+    waits = then_wait and not by_itself
+    box._is_quiet, box._reading, sources = True, None, []
+    box.push_heads(sources, numbers, then_wait)
+    assert log == [("push_heads", sources, None, numbers, stream, waits)]
+    assert box._reading is (None if then_wait else sources), "what another stream may still read"
+    log.clear()
+    box._is_quiet = True
+    box.pull([], sources, then_wait)
+    assert log == [("push_slabs", [], sources, None, raised, *flags, stream, side_waits, waits)]
+
+
 def test_the_default_stream_waits_for_readers_once(monkeypatch):
     """After a pull that it has waited for nobody reads, until something is queued; any other stream
     waits again, for nothing tells whether it came after that one."""
@@ -231,14 +260,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
-    for name in (
-        "raise_flags",
-        "push_slabs",
-        "push_rows",
-        "push_pair",
-        "push_heads",
-        "join_streams",
-    ):
+    for name in OPS:
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def waits() -> bool:
@@ -280,14 +302,7 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, o
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: log.append(stream) or default)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: current == 0)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: current)
-    for name in (
-        "raise_flags",
-        "push_slabs",
-        "push_rows",
-        "push_pair",
-        "push_heads",
-        "join_streams",
-    ):
+    for name in OPS:
         monkeypatch.setattr(mailbox, name, lambda *_, name=name: log.append(name))
 
     def logged(action) -> list[object]:
