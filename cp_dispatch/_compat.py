@@ -115,6 +115,7 @@ __all__ = [
     "varlen_ops",
     "version_witness",
     "view_of",
+    "when_traced",
     "withdraw",
     "without_subclass",
 ]
@@ -600,6 +601,17 @@ def guard_trace(check, words: str, key: object) -> None:
     guards = context.guards_context.dynamo_guards
     if not any(getattr(guard.create_fn, "key", None) == key for guard in guards):
         guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
+
+
+def when_traced(function) -> None:
+    """Call ``function`` when the graph that dynamo traces in this thread is compiled; never where
+    that fails."""
+
+    def create(builder, guard) -> None:  # guards come last
+        function()
+
+    guards = dynamo_traces().guards_context.dynamo_guards
+    guards.add(torch._dynamo.source.GlobalStateSource().make_guard(create))
 
 
 def _guard_sizes(builder) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import inspect
 import types
 import weakref
 from functools import partial
@@ -23,6 +23,8 @@ from cp_dispatch.flex.style import (
     lengths_of_masks,
     value_at,
 )
+from cp_dispatch.flex.traced_style import NO_ORDER, plain
+from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
 from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer, Span
@@ -110,33 +112,35 @@ class ContextParallel(ParallelStyle):
             schedule=self.schedule,
         )  # fmt: skip
         if self.attention_type == "flex":
-            module.register_forward_pre_hook(
-                partial(self._enter_flex, device_mesh), with_kwargs=True
-            )
-            module.register_forward_hook(self._leave_flex, always_call=True)
-            return module
-        check_implementation(module, device_mesh)
+            kind = tuple(inspect.signature(module.forward).parameters)
+        else:
+            check_implementation(module, device_mesh)
+            kind = sliding_window(module)
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
         own = vars(module).get("forward")
-        module.forward = types.MethodType(
-            self._forward(device_mesh, sliding_window(module), own), module
-        )
-        if isinstance(module, nn.MultiheadAttention):
+        module.forward = types.MethodType(self._forward(device_mesh, kind, own), module)
+        if self.attention_type == "sdpa" and isinstance(module, nn.MultiheadAttention):
             # An encoder layer in eval mode takes its attention's parameters for a kernel of its
             # own and never calls it, unless something is hooked to it.
             module.register_forward_pre_hook(_no_fused_kernel)
         return module
 
-    def _forward(self, mesh: DeviceMesh, window: int | None, own):
-        """The same function for modules that are alike, for their graphs are."""
+    def _forward(self, mesh: DeviceMesh, kind, own):
+        """The same function for modules that are alike, for their graphs are. ``kind``: their
+        window or, of modules around ``flex_attention``, the names of their arguments."""
         # Meshes that are equal may have other groups, as those before destroy_process_group.
         group = None if mesh.get_coordinate() is None else mesh.get_group()
-        key = mesh, window, group
+        key = mesh, kind, group
         if own is None and key in self._forwards:
             return self._forwards[key]
-        decide = partial(self._context, mesh, window, None, [])
-        forward = traced_forward(decide, partial(self._run, mesh), own)
+        if self.attention_type == "flex":
+            decide = partial(self._context, mesh, None, None, [])
+            run = partial(self._run_flex, mesh, kind)
+            forward = traced_flex_forward(kind, self.seq_dim, mesh, decide, run, own)
+        else:
+            decide = partial(self._context, mesh, kind, None, [])
+            forward = traced_forward(decide, partial(self._run, mesh), own)
         if own is None:
             self._forwards[key] = forward
         return forward
@@ -178,9 +182,10 @@ class ContextParallel(ParallelStyle):
         return args, kwargs, wholes, context
 
     @torch.compiler.disable
-    def _enter_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+    def _run_flex(self, mesh, names, module: nn.Module, forward, args: tuple, kwargs: dict):
+        """The forward of a module around ``flex_attention``, on DTensors."""
         try:
-            places, given, context = self._found_in_flex(mesh, module, args, kwargs)
+            places, given, context = self._found_in_flex(mesh, names, module, args, kwargs)
         except ContextParallelError as error:
             tell_refusal(mesh, error)
             raise
@@ -188,35 +193,22 @@ class ContextParallel(ParallelStyle):
         known += lengths_of_masks(args, kwargs)
         uneven = context.uneven or any(length % mesh.size() for length in known)
         lengths = global_lengths(given, mesh, self.seq_dim, uneven)
-        inputs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
-        block = enabled(schedule=context.schedule, layout=context.layout(lengths[0]))
-        block.__enter__()
-        own = any(not isinstance(x, DTensor) for x in given)
-        _stack().append((module, block, own))
-        return inputs
+        args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
+        with enabled(schedule=context.schedule, layout=context.layout(lengths[0])):
+            output = forward(module, *args, **kwargs)
+        were_plain = any(not isinstance(x, DTensor) for x in given)
+        return map_tensors(plain, output) if were_plain else output
 
-    def _found_in_flex(self, mesh: DeviceMesh, module: nn.Module, args, kwargs):
+    def _found_in_flex(self, mesh: DeviceMesh, names, module: nn.Module, args, kwargs):
         """Where query, key and value are, they, and the block."""
-        places = find_inputs(module, args, kwargs)
+        places = find_inputs(type(module).__name__, names, args, kwargs)
         given = [value_at(place, args, kwargs) for place in places]
         wholes = self._wholes(mesh, given)
         context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
         if not context.order_is_known:
-            raise ContextParallelError(
-                "there is no telling in which order the shards lie, without buffers; pass "
-                'balancer="head-tail", a balancer, or None for natural order'
-            )
+            raise ContextParallelError(NO_ORDER)
+        self._check_recomputed(module, context)
         return places, given, context
-
-    @torch.compiler.disable
-    def _leave_flex(self, module: nn.Module, args, output):
-        stack = _stack()
-        # A module whose forward never began, because another hook failed, comes here too.
-        if not stack or stack[-1][0] is not module:
-            return output
-        _, block, were_plain = stack.pop()
-        block.__exit__(None, None, None)
-        return map_tensors(_plain, output) if were_plain else output
 
     def _wholes(self, mesh: DeviceMesh, given: list) -> list[DTensor]:
         """The inputs that are DTensors, which must be sharded along the sequence."""
@@ -277,21 +269,6 @@ class ContextParallel(ParallelStyle):
                 "apply the style to a smaller one, whose outputs lie like its inputs"
             )
         return whole_of(mesh, x, self.seq_dim % x.ndim, length)
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-_thread = threading.local()
-
-
-def _stack() -> list:
-    """The modules with flex_attention of this thread that are in their forward: module, block, and
-    whether inputs were plain."""
-    if not hasattr(_thread, "stack"):
-        _thread.stack = []
-    return _thread.stack
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -2,10 +2,12 @@
 
 The override (:mod:`cp_dispatch.override`) goes with its last user, and with it the rules of
 ``flex_attention``, what stands before torch's causal biases, and :mod:`cp_dispatch.graph_results`.
-Two things stay: the kernels before ``varlen_attn``, which pass calls on to torch's after a block,
-until :func:`disable`; and in DTensor's tables the rules of our own ops, which are there from the
-import on. While enabled, ``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with
-the override. Graphs that torch.compile made are guarded, see Note [Guards].
+Three things stay: the kernels before ``varlen_attn``, which pass calls on to torch's after a block,
+until :func:`disable`; where the trace of a module in the style ``ContextParallel`` failed, the
+rules of ``flex_attention``, until another block ends or :func:`disable`; and in DTensor's tables
+the rules of our own ops, which are there from the import on. While enabled,
+``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override. Graphs that
+torch.compile made are guarded, see Note [Guards].
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
 block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
@@ -16,11 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 
 import torch
 
 from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override, reentrant
-from cp_dispatch._compat import forget_resolved_kernels, in_backward, run_uncompiled, withdraw
+from cp_dispatch._compat import (
+    dynamo_traces,
+    forget_resolved_kernels,
+    in_backward,
+    run_uncompiled,
+    when_traced,
+    withdraw,
+)
 from cp_dispatch.flex import install as flex
 from cp_dispatch.options import Options, OptionStack, Scope
 from cp_dispatch.plain_context import PlainContext
@@ -74,6 +84,7 @@ def disable() -> None:
         _stack.set(None)
         _sync()
         if not _installed:
+            flex.remove()
             varlen.remove()
 
 
@@ -155,6 +166,22 @@ def plain_context() -> PlainContext | None:
     return _contexts.latest() if own is None and _on_a_thread_of_autograd() else own
 
 
+def flex_rules_for_trace() -> None:
+    """Let the graph that this thread traces hold ``flex_attention`` on DTensors, whatever is
+    enabled: the style's."""
+    override.refuse_beside_torchs()
+    trace = weakref.ref(dynamo_traces())
+
+    def done() -> None:
+        ended = trace()
+        with _lock:
+            flex.trace_is_done(ended)
+
+    with _lock:
+        if flex.install_for_trace(current_options, plain_context):
+            when_traced(done)
+
+
 def _on_a_thread_of_autograd() -> bool:
     # One that Python did not start.
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
@@ -186,7 +213,7 @@ def _sync() -> None:
         library = torch.library.Library("aten", "IMPL")
         try:
             override.install(library, _stack, _contexts, plain_context)
-            flex.install(current_options, plain_context, enabled, library)
+            flex.install(current_options, plain_context, enabled)
             varlen.install(current_options, plain_context)
         except BaseException:
             withdraw(library)

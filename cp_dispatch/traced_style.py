@@ -145,7 +145,7 @@ def traced_forward(decide, run, own=None):
 
     def forward(self, *args, **kwargs):
         # DTensors need a block, also when compiling, which is a graph break.
-        if not torch.compiler.is_dynamo_compiling() or _has_dtensor((args, kwargs)):
+        if not torch.compiler.is_dynamo_compiling() or has_dtensor((args, kwargs)):
             if torch.compiler.is_exporting():
                 raise ContextParallelError(
                     "a module in ContextParallel is exported as local attention, unless dynamo "
@@ -200,11 +200,12 @@ def _refuse_containers(verb: str, value) -> None:
         )
 
 
-def _has_dtensor(value) -> bool:
+def has_dtensor(value) -> bool:
+    """Whether a DTensor is in tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):
-        return any(_has_dtensor(x) for x in value)
+        return any(has_dtensor(x) for x in value)
     if type(value) is dict:
-        return any(_has_dtensor(x) for x in value.values())
+        return any(has_dtensor(x) for x in value.values())
     return isinstance(value, DTensor)
 
 

@@ -392,6 +392,26 @@ def test_torch_context_parallel_is_on():
     assert not _compat.torch_context_parallel_is_on()
 
 
+def test_when_traced():
+    """Called once for each graph, when it is done."""
+    events = []
+
+    @torch.compiler.assume_constant_result
+    def traced():
+        _compat.when_traced(lambda: events.append("done"))
+        return 1
+
+    def backend(graph, _):
+        events.append("compiled")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + traced(), backend=backend, fullgraph=True)
+    for _ in range(2):
+        compiled(torch.ones(2))
+    assert events == ["compiled", "done"]
+
+
 def test_guard_trace():
     """A check given while dynamo traces decides whether the graph is used again."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")

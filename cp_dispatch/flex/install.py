@@ -10,6 +10,8 @@ be the plain number that it is on every rank. The graph that comes out is the sa
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -22,29 +24,48 @@ from cp_dispatch._compat import (
     plain_kernel,
     remove_subclass_rule,
     set_plain_kernel,
+    withdraw,
 )
 from cp_dispatch.flex import plain
 from cp_dispatch.flex.remember import never_mind, when_none_is_left
 from cp_dispatch.flex.rule import BACKWARD, FORWARD, rules
 
 _replaced: list[tuple] = []  # kernels that ours stand before
+_rules_of_torch: list[torch.library.Library] = []  # with the rules of ordinary ops, while in use
+_traces = weakref.WeakSet()  # that need the rules
 
 
-def install(current_options, plain_context, enabled, library: torch.library.Library) -> None:
-    """Add the rules; those of ordinary ops belong to ``library`` and go with it.
+def install(current_options, plain_context, enabled) -> None:
+    """Add the rules.
 
     ``plain_context`` and ``enabled`` are for calls on plain shards, see
     :mod:`cp_dispatch.flex.plain`.
     """
-    never_mind()
     for key in PLAIN_KEYS:
         kernel = plain_kernel(FORWARD, key)
         _replaced.append((key, kernel))
         set_plain_kernel(FORWARD, key, plain.before(kernel, FORWARD, plain_context, enabled))
-    for op, rule in zip((FORWARD, BACKWARD), rules(current_options), strict=True):
-        add_subclass_rule(op, DTensor, rule)
-    torch.library.register_torch_dispatch("aten::index.Tensor", DTensor, _index, lib=library)
+    _add_rules(current_options, plain_context)
     graph_results.install()
+
+
+def install_for_trace(current_options, plain_context) -> bool:
+    """Add the rules alone, for the trace in which this thread is, whatever is removed meanwhile;
+    whether that is new to it."""
+    trace = dynamo_traces()
+    if trace in _traces:
+        return False
+    _traces.add(trace)
+    _add_rules(current_options, plain_context)
+    return True
+
+
+def trace_is_done(trace) -> None:
+    """As before :func:`install_for_trace`, if nobody else needs the rules; None is gone already."""
+    if trace is not None:
+        _traces.discard(trace)
+    if not _replaced:
+        _remove_rules()
 
 
 def remove() -> None:
@@ -52,8 +73,25 @@ def remove() -> None:
     graph_results.remove()
     while _replaced:
         set_plain_kernel(FORWARD, *_replaced.pop())
-    remove_subclass_rule(FORWARD, DTensor)
-    when_none_is_left(lambda: remove_subclass_rule(BACKWARD, DTensor))
+    _remove_rules()
+
+
+def _remove_rules() -> None:
+    if _rules_of_torch and not len(_traces):
+        withdraw(_rules_of_torch.pop())
+        remove_subclass_rule(FORWARD, DTensor)
+        when_none_is_left(lambda: remove_subclass_rule(BACKWARD, DTensor))
+
+
+def _add_rules(current_options, plain_context) -> None:
+    never_mind()
+    if _rules_of_torch:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _rules_of_torch.append(library)
+    for op, rule in zip((FORWARD, BACKWARD), rules(current_options, plain_context), strict=True):
+        add_subclass_rule(op, DTensor, rule)
+    torch.library.register_torch_dispatch("aten::index.Tensor", DTensor, _index, lib=library)
 
 
 def _index(cls, func, types, args=(), kwargs=None):

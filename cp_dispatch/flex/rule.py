@@ -21,9 +21,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from cp_dispatch._compat import dynamo_traces, is_fake, is_tracing, local_tensor
+from cp_dispatch._compat import (
+    compiles_for_inductor,
+    dynamo_traces,
+    is_fake,
+    is_tracing,
+    local_tensor,
+)
 from cp_dispatch.agreement import debug_is_on
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured, grouped, ring
 from cp_dispatch.flex import group_ops as _ops  # noqa: F401  defines the ops, with those of ops.py
 from cp_dispatch.flex.agreement import check_flex_agreement
@@ -34,6 +41,7 @@ from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
+from cp_dispatch.flex.traced_calls import options_at_look, options_of_graph
 from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.graph_order import keep_in_graph, warn_of_no_rows
 
@@ -41,21 +49,31 @@ FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
 
 
-def rules(current_options):
-    """The rules of both ops, under the options that ``current_options()`` says at a call; None
-    leaves the call to torch."""
+def rules(current_options, plain_context):
+    """The rules of both ops, under the options that ``current_options()`` says at a call, but for
+    those that a trace finds in a style; None leaves the call to torch. ``plain_context()`` is the
+    block of plain shards."""
 
-    def options_now():
+    def options_now(query):
         # A call on plain shards has the guard of its block instead.
-        if dynamo_traces() is not None and not is_inside():
-            note_trace("options of cp_dispatch", current_options)
+        if dynamo_traces() is None or is_inside():
+            return current_options()
+        if _is_dynamos_look(query):
+            options, is_own = options_at_look(current_options())
+        else:
+            _check_block(plain_context)
+            options = options_of_graph()
+            is_own = options is not None
+        if is_own:  # its style has the guard
+            return options
+        note_trace("options of cp_dispatch", current_options)
         return current_options()
 
     def flex_attention(
         query, key, value, score_mod, block_mask, scale, kernel_options,
         score_mod_other_buffers=(), mask_mod_other_buffers=(),
     ):  # fmt: skip
-        options = options_now()
+        options = options_now(query)
         if options is None:
             return NotImplemented
         call = FlexCall(
@@ -71,7 +89,7 @@ def rules(current_options):
         query, key, value, out, logsumexp, grad_out, grad_logsumexp, fw_graph, joint_graph,
         block_mask, scale, kernel_options, score_mod_other_buffers=(), mask_mod_other_buffers=(),
     ):  # fmt: skip
-        options = remembered(kernel_options) or options_now()
+        options = remembered(kernel_options) or options_now(query)
         if options is None:
             return NotImplemented
         call = FlexCall(
@@ -96,7 +114,7 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     """
     if _is_outside(call):
         return tuple(nothing(call.query, dims) for dims in (4, 3, 3))
-    if _is_dynamos_look(call):
+    if _is_dynamos_look(call.query):
         # Refusals wait for the call itself, which raises them as they are. But the keys of torch's
         # caches are made next, and must tell ranks apart.
         plan = make_plan(options, call)
@@ -207,9 +225,22 @@ def _is_outside(call: FlexCall) -> bool:
     return mesh is not None and mesh.get_coordinate() is None
 
 
-def _is_dynamos_look(call: FlexCall) -> bool:
+def _is_dynamos_look(query) -> bool:
     """Whether dynamo asks for shapes alone, before there is a graph."""
-    return isinstance(call.query, DTensor) and is_fake(local_tensor(call.query))
+    return isinstance(query, DTensor) and is_fake(local_tensor(query))
+
+
+def _check_block(plain_context) -> None:
+    """The local call of a graph that inductor does not compile must not run in a block."""
+    if not is_tracing() or compiles_for_inductor():
+        return
+    note_trace("the block of context_parallel", plain_context)
+    if plain_context() is not None:
+        raise ContextParallelError(
+            "flex_attention on DTensors is refused inside context_parallel in graphs that inductor "
+            "does not compile: the block would take the graph's own call for one on plain shards; "
+            'use the backend "inductor", or call it outside of the block'
+        )
 
 
 def _outlines(call: FlexCall) -> tuple[Tensor, Tensor, Tensor]:

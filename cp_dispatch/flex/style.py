@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import BlockMask
@@ -17,14 +14,13 @@ from cp_dispatch.errors import ContextParallelError
 _NAMES = ("query", "key", "value")
 
 
-def find_inputs(module: nn.Module, args: tuple, kwargs: dict) -> list[tuple]:
+def find_inputs(module: str, names: list[str], args: tuple, kwargs: dict) -> list[tuple]:
     """Where query, key and value are: ``(position, None)`` or ``(None, keyword)``.
 
-    By the names of ``forward``, ``query``, ``key``, ``value`` or ``q``, ``k``, ``v``; where it has
-    no such ones, they are the first three tensors.
+    By ``names``, those of the arguments of its forward: ``query``, ``key``, ``value`` or ``q``,
+    ``k``, ``v``; where it has no such ones, they are the first three tensors.
     """
     places = [*((i, None) for i in range(len(args))), *((None, name) for name in kwargs)]
-    names = list(inspect.signature(module.forward).parameters)
 
     def name_of(place):
         at, keyword = place
@@ -39,7 +35,7 @@ def find_inputs(module: nn.Module, args: tuple, kwargs: dict) -> list[tuple]:
         raise ContextParallelError(
             "ContextParallel(attention_type='flex') is for a module that takes query, key and "
             f"value, as arguments of these names or as its first three tensors; "
-            f"{type(module).__name__} got {len(tensors)} tensors"
+            f"{module} got {len(tensors)} tensors"
         )
     return tensors[:3]
 
@@ -57,7 +53,7 @@ def lengths_of_masks(args: tuple, kwargs: dict) -> list[int]:
 
 def as_dtensors(places, args: tuple, kwargs: dict, mesh: DeviceMesh, seq_dim: int, lengths):
     """The same arguments with plain shards at ``places`` as DTensors of these global lengths."""
-    args, kwargs = list(args), dict(kwargs)
+    made = []
     for place, length in zip(places, lengths, strict=True):
         x = value_at(place, args, kwargs)
         if not isinstance(x, DTensor):
@@ -73,7 +69,14 @@ def as_dtensors(places, args: tuple, kwargs: dict, mesh: DeviceMesh, seq_dim: in
                 x, mesh, [Shard(seq_dim % x.ndim)], run_check=False,
                 shape=torch.Size(shape), stride=tuple(stride),
             )  # fmt: skip
-        at, keyword = place
+        made.append(x)
+    return with_inputs(places, made, args, kwargs)
+
+
+def with_inputs(places, tensors, args: tuple, kwargs: dict):
+    """The same arguments with these tensors at ``places``."""
+    args, kwargs = list(args), dict(kwargs)
+    for (at, keyword), x in zip(places, tensors, strict=True):
         if keyword is None:
             args[at] = x
         else:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import cp_dispatch
-from cp_dispatch import BlockBalanced, HeadTail
-from cp_dispatch.flex import flight, plain
+from cp_dispatch import BlockBalanced, ContextParallel, HeadTail
+from cp_dispatch.flex import flight, install, plain
 from cp_dispatch.flex import local as flex_local
 from cp_dispatch.flex.cut import FULL, PARTIAL, lists
 from tests.distributed.sharded import distribute
@@ -435,6 +437,190 @@ def plain_by_inductor(env: Env) -> None:
         attend(*uneven, block_mask=mask)
 
 
+class Inner(torch.nn.Module):
+    """An attention module as models have them."""
+
+    def forward(self, q, k, v, *, block_mask=None):
+        return flex_attention(q, k, v, block_mask=block_mask)
+
+
+class Silent(torch.nn.Module):
+    def forward(self, q, k, v, *, block_mask=None):
+        return q + k + v
+
+
+class Styled(torch.nn.Module):
+    """A block of a model of plain tensors, around an attention module."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.project = torch.nn.Linear(16, 16, dtype=torch.float64)
+        self.inner = inner or Inner()
+
+    def forward(self, x, mask):
+        y = self.project(x)
+        return x + self.inner(x * 2.0, v=y, k=y * 3.0, block_mask=mask)
+
+
+def styled(mesh, balancers, **how) -> list[Styled]:
+    """A block for each order, in its style; equal parameters at each call."""
+    torch.manual_seed(0)
+    blocks, made = [Styled() for _ in balancers], {}
+    for block, balancer in zip(blocks, balancers, strict=True):
+        style = made.setdefault(
+            balancer, ContextParallel(attention_type="flex", balancer=balancer, **how)
+        )
+        parallelize_module(block, mesh, {"inner": style})
+    return blocks
+
+
+def through(blocks, x, mask):
+    for block in blocks:
+        x = block(x, mask)
+    return x
+
+
+def style_by_inductor(env: Env) -> None:
+    torch._dynamo.reset()
+    mesh, layout = env.mesh(), HeadTail(128, env.world_size)
+    problem = FlexProblem("documents", 128, block=32)
+    mask = problem.block_mask(problem.mods("cpu"), "cpu")
+    module = parallelize_module(
+        Inner(), mesh, ContextParallel(attention_type="flex", balancer=layout)
+    )
+    own = cp_dispatch.shard(mesh, problem.tensors()[:3], 2, layout)
+    with torch.no_grad():
+        got = torch.compile(module, fullgraph=True)(*own, block_mask=mask)
+    with gradients_on_cpu():
+        single = one_device(problem)
+    whole = cp_dispatch.unshard(mesh, got, 2, layout)
+    check({"output": whole}, {"output": exact(problem)["output"]}, single)
+
+
+def style(env: Env, length: int = 96) -> None:
+    """Two blocks of one graph under checkpoints, as one device forward and backward; each in its
+    own, which is the same for both. A second call compiles nothing."""
+    torch.manual_seed(0)
+    mesh, whole = env.mesh(), torch.randn(1, 2, length, 16, dtype=torch.float64)
+    mod = FlexProblem("documents", length).mods("cpu").mask
+    mask = create_block_mask(mod, None, None, length, length, "cpu", BLOCK_SIZE=32)
+    layout, checkpoint = HeadTail(length, env.world_size), torch.utils.checkpoint.checkpoint
+
+    def train(blocks, x):
+        for block in blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False)
+        return x
+
+    def results(function, x):
+        x.requires_grad_()
+        y = function(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
+
+    with gradients_on_cpu():
+        torch.manual_seed(0)
+        want = results(functools.partial(train, [Styled(), Styled()]), whole.clone())
+        graphs, blocks = Graphs(), styled(mesh, [layout] * 2)
+        compiled = torch.compile(functools.partial(train, blocks), fullgraph=True, backend=graphs)
+        for again in (False, True):
+            own = cp_dispatch.shard(mesh, whole, 2, layout)
+            with torch._dynamo.config.patch(error_on_recompile=again):
+                got = cp_dispatch.unshard(mesh, results(compiled, own), 2, layout)
+            for mine, true in zip(got, want, strict=True):
+                torch.testing.assert_close(mine, true)
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    assert forward["flex_attention"] == backward["flex_attention_backward"] == 2
+    assert not cp_dispatch.is_enabled() and not install._rules_of_torch
+
+    graphs, blocks = Graphs(), styled(mesh, [None] * 2)
+    for block in blocks:
+        block.compile(fullgraph=True, backend=graphs)
+    own = cp_dispatch.shard(mesh, whole, 2)
+    with torch.no_grad():
+        got = cp_dispatch.unshard(mesh, through(blocks, own, mask), 2)
+    torch.testing.assert_close(got, want[0])
+    assert len(graphs.forward) == 1
+
+
+def style_follows_its_surroundings(env: Env, length: int = 64) -> None:
+    """Another order around compiles anew, coming back finds the first graph again."""
+    torch._dynamo.reset()
+    mesh, graphs = env.mesh(), Graphs()
+    (block,) = styled(mesh, ["auto"])
+    compiled = torch.compile(block, fullgraph=True, backend=graphs)
+    whole = torch.randn(1, 2, length, 16, dtype=torch.float64, generator=torch.Generator())
+    layout = HeadTail(length, env.world_size)
+    mask = create_block_mask(causal, None, None, length, length, "cpu", BLOCK_SIZE=32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        want = Styled()(whole, mask)
+        for order in (None, layout, None, layout):
+            with cp_dispatch.enabled(layout=order):
+                own = cp_dispatch.create_cp_block_mask(
+                    causal, None, None, length, length, mesh, BLOCK_SIZE=32
+                )
+                got = compiled(cp_dispatch.shard(mesh, whole, 2, order), own)
+            torch.testing.assert_close(cp_dispatch.unshard(mesh, got, 2, order), want)
+    assert len(graphs.forward) == 2
+
+
+def style_refuses(env: Env) -> None:
+    """What a trace cannot know; without ``fullgraph`` it runs uncompiled."""
+    torch.manual_seed(0)
+    mesh, layout = env.mesh(), HeadTail(64, env.world_size)
+    x = torch.randn(1, 2, 32, 16, dtype=torch.float64)
+    mask = create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=32)
+    uneven = create_block_mask(causal, None, None, 63, 63, "cpu", BLOCK_SIZE=32)
+
+    def compiled(blocks, full=True, backend="aot_eager", function=through):
+        torch._dynamo.reset()
+        function = functools.partial(function, blocks)
+        return torch.compile(function, fullgraph=full, backend=backend)
+
+    def and_more(blocks, x, mask):
+        other = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
+        return through(blocks, x, mask) + flex_attention(other, other, other).to_local()
+
+    with torch.no_grad():
+        blocks, own = styled(mesh, [None]), x[:, :, : 32 - env.rank]
+        with pytest.raises(Exception, match="do not tell each other"):
+            compiled(blocks)(own, uneven)
+        torch.testing.assert_close(
+            compiled(blocks, full=False)(own, uneven), through(blocks, own, uneven)
+        )
+        both = styled(mesh, [None, layout])
+        with pytest.raises(Exception, match="under other options: .*, layout=None and .*HeadTail"):
+            compiled(both)(x, mask)
+        with cp_dispatch.enabled(layout=layout), pytest.raises(Exception, match="other options"):
+            compiled(blocks, function=and_more)(x, mask)
+        with pytest.raises(Exception, match="flex_attention"):
+            compiled(blocks, function=and_more)(x, mask)
+        with cp_dispatch.context_parallel(mesh):
+            with pytest.raises(Exception, match="no telling in which order"):
+                compiled(styled(mesh, ["auto"]))(x, mask)
+            with pytest.raises(Exception, match="the block would take the graph's own call"):
+                compiled(blocks)(x, mask)
+        with pytest.raises(cp_dispatch.ContextParallelError, match="runs it as it is"):
+            compiled(blocks, backend="eager")(x, mask)
+        silent = parallelize_module(
+            Silent(), mesh, ContextParallel(attention_type="flex", balancer=None)
+        )
+        with pytest.raises(Exception, match="no call of flex_attention was seen"):
+            compiled([Styled(silent)])(x, mask)
+        with pytest.raises(cp_dispatch.ContextParallelError, match="cannot be exported"):
+            torch.export.export(silent, (x, x, x), strict=False)
+        with pytest.raises(Exception, match="cannot be exported"):
+            torch.export.export(silent, (x, x, x), strict=True)
+    (block,) = styled(mesh, ["auto"])
+    with gradients_on_cpu(), cp_dispatch.enabled(layout=layout):
+        leaf = x.clone().requires_grad_()
+        out = torch.utils.checkpoint.checkpoint(block, leaf, mask, use_reentrant=False)
+    with gradients_on_cpu(), pytest.raises(cp_dispatch.ContextParallelError, match="recomputed in"):
+        out.sum().backward()
+    gc.collect()  # what failed traces leave in cycles
+    cp_dispatch.disable()
+    assert not install._rules_of_torch
+
+
 CASES = {
     "causal": functools.partial(alone, problem=FlexProblem("causal", 256, block=32)),
     "bias": functools.partial(alone, problem=FlexProblem("relative bias", 127)),
@@ -465,6 +651,10 @@ CASES = {
     "lists hold, eager graphs": functools.partial(lists_hold, backend="eager"),
     "inductor": inductor,
     "inductor, groups": inductor_groups,
+    "style": style,
+    "style by inductor": style_by_inductor,
+    "style follows its surroundings": style_follows_its_surroundings,
+    "style refuses": style_refuses,
     "plain in a block": functools.partial(plain_in_a_block, kind="relative bias"),
     "plain in a block, groups": functools.partial(plain_in_a_block, kind="by head", grouped=True),
     "plain in a block, inductor": plain_by_inductor,
