@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 tools/flex_bench.py --tokens 8192 --tokens 32768
 
+Inputs are DTensors, or ("style") plain shards of a module in ``ContextParallel`` in a compiled one.
 "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same compiled kernel and
 the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward,
 "groups" the groups of heads whose keys travel beside kernels; ``--groups`` sets their number, and
@@ -169,9 +170,9 @@ def in_style(problem: Problem, balancer: str | None):
     if problem.device.type == "cuda":
         block = torch.compile(block, fullgraph=True, dynamic=False)
     *inputs, grad = problem.tensors(problem.tokens)
-    with cp_dispatch.enabled(layout=layout):
+    with cp_dispatch.enabled(layout=layout):  # the style needs it not, what counts memory does
         sends = moved(problem, *dtensors(problem, inputs))
-    yield inputs, grad, lambda *x: block(*x, problem.mask), sends
+        yield inputs, grad, lambda *x: block(*x, problem.mask), sends
 
 
 @contextlib.contextmanager

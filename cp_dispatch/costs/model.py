@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 #: How much longer the host takes for heads that are not known calls, as those of the floors are
 #: (:mod:`~cp_dispatch.schedules.known_heads`). On one CPU core, without kernels and moves, 282 us
 #: of a forward in place of 141, and 723 with the backward in place of 432; not measured on GPUs.
+#: (Both take less since the floors were measured: 181 in place of 77, and 525 in place of 267.)
 WHOLE_WAY = 1.8
 
 
