@@ -191,12 +191,11 @@ class Mailbox:
         if opens:
             self._begin()
             raise_first += there.free
+            self._steps.append(self._marks[OPENED])
         if opens_too is not None:
             opens_too._begin()
             raise_first += opens_too._all[0].free
             self._steps.append(opens_too._marks[OPENED])
-        if opens:
-            self._steps.append(self._marks[OPENED])
         self._steps.append(self._marks[PUSHED])
         push_rows(
             sources, self._own, moves, raise_first, here.free, there.full, here.full, self._stream,
