@@ -171,11 +171,20 @@ class ContextParallel(ParallelStyle):
             own.append(x.to_local() if isinstance(x, DTensor) else x)
             return own[-1]
 
+        masks = lengths_of_masks(args, kwargs)
         args, kwargs = map_tensors(local, (args, kwargs))
+        lengths = [x.shape[self.seq_dim] for x in own if self._has_sequence(x)]
+        if lengths and masks and max(masks) > max(lengths):  # torch would say: crop it
+            raise ContextParallelError(
+                f"ContextParallel(attention_type='sdpa') takes no BlockMask of {max(masks)} "
+                f"positions beside shards of {max(lengths)}; a module around flex_attention takes "
+                "ContextParallel(attention_type='flex'), and with it the BlockMask of the whole "
+                "sequence"
+            )
         context = self._context(
             mesh,
             sliding_window(module),
-            [x.shape[self.seq_dim] for x in own if self._has_sequence(x)],
+            lengths,
             [x.shape[self.seq_dim] for x in wholes],
         )
         self._check_recomputed(module, context)

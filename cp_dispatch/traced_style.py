@@ -34,6 +34,7 @@ from cp_dispatch.plain_context import PlainContext
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
+_LOCAL = *_SDPA, torch.ops.higher_order.flex_attention  # what a graph would run on a shard alone
 _contexts: dict[int, PlainContext] = {}
 # By the names of classes of marked tensors: numbers of theirs would be dynamic to dynamo, once a
 # second one is seen in a module that FSDP2 shards.
@@ -115,7 +116,7 @@ def _number_of(style: str) -> int:
 @torch.compiler.assume_constant_result
 def _attention_so_far(style: str) -> tuple[int, int]:
     """How many calls of attention have been traced so far: on marked tensors, and on others."""
-    return _attended[style], count_traced(_SDPA)
+    return _attended[style], count_traced(_LOCAL)
 
 
 def traced_forward(decide, run, own=None):
@@ -162,7 +163,8 @@ def traced_forward(decide, run, own=None):
                 raise ContextParallelError(
                     "attention in a compiled module in ContextParallel would be local, for dynamo "
                     "lost sight of its inputs, as it does in torch.cat of a tuple (not in that of "
-                    "a list), or the module calls none. Do not compile the module"
+                    "a list), or the module calls none, or calls flex_attention, which takes "
+                    "attention_type='flex'. Else do not compile the module"
                 )
         _refuse_containers("returns", output)
         return map_tensors(_unmarked, output)

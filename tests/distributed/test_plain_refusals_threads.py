@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
@@ -454,6 +455,9 @@ def test_style_refusals():
             extra = DTensor.from_local(x, mesh, [placed])  # has no dim 2
             with pytest.raises(ContextParallelError, match="an input of shape"):
                 module(*own, attn_mask=extra)
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, "cpu")
+        with pytest.raises(ContextParallelError, match="attention_type='flex'"):
+            module(*own, block_mask=mask)
         wrong = parallelize_module(Attention(), mesh, ContextParallel(seq_dim=1))
         with pytest.raises(ContextParallelError, match="seq_dim must be the dim"):
             wrong(*own)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import cp_dispatch
@@ -275,6 +276,26 @@ def style_where_dynamo_loses_it(env: Env) -> None:
                 torch.testing.assert_close(got, want, msg=lambda text, name=name: name + text)
 
 
+def style_with_flex_beside(env: Env) -> None:
+    """``flex_attention`` in a graph of a style around SDPA would be local: it runs uncompiled."""
+    torch._dynamo.reset()
+    mesh = env.mesh()
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(3, 1, 2, LENGTH, 8, generator=generator).to(env.device).unbind()
+
+    class Both(nn.Module):
+        def forward(self, query, key, value):
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return output + flex_attention(query, key, value)
+
+    want = cp_dispatch.shard(mesh, Both()(*tensors), 2)
+    own = cp_dispatch.shard(mesh, tensors, 2)
+    module = parallelize_module(Both(), mesh, ContextParallel(balancer=None))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attention_type='flex'"):
+        torch.compile(module, backend="aot_eager", fullgraph=True)(*own)
+    torch.testing.assert_close(torch.compile(module, backend="aot_eager")(*own), want)
+
+
 # -- Tensor and sequence parallelism -----------------------------------------------------------
 
 
@@ -385,12 +406,13 @@ CASES = {
     "recomputed outside of the block": recomputed_outside,
     "style follows its surroundings": style_follows_its_surroundings,
     "style where dynamo loses it": style_where_dynamo_loses_it,
+    "style with flex_attention beside": style_with_flex_beside,
     "sequence parallel": sequence_parallel,
     "sequence parallel, autocast": functools.partial(sequence_parallel, autocast=True),
     "pipeline": functools.partial(pipeline, style=False),
     "pipeline, style": functools.partial(pipeline, style=True),
 }
-ON_2_ALONE = {"style where dynamo loses it"}
+ON_2_ALONE = {"style where dynamo loses it", "style with flex_attention beside"}
 ON_2 = {
     "checkpoint full, eager", "checkpoint selective, aot_eager", "style follows its surroundings",
     "recomputed outside of the block", *ON_2_ALONE,
