@@ -104,11 +104,17 @@ def _number_of(style: str) -> int:
     """The number of the block that holds here and now, with a guard that it goes on to."""
     decide = _decide[style]
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
-    context = decide()
     _attended[style] += 1
-    # The same in every process, for graphs are cached on disk, and exported.
-    number = int(hashlib.sha256(repr(context).encode()).hexdigest()[:15], 16)
-    _contexts[number] = context
+    return number_for(decide(), _contexts)
+
+
+def number_for(value, known: dict) -> int:
+    """A number that graphs hold for a value, under which it is ``known`` from now on: the same in
+    every process, for graphs are cached on disk, and exported."""
+    number = int(hashlib.sha256(repr(value).encode()).hexdigest()[:15], 16)
+    while known.get(number, value) != value:  # meshes of other ranks are the same in words
+        number += 1
+    known[number] = value
     return number
 
 
