@@ -130,7 +130,7 @@ def traced_forward(decide, run, own=None):
     Args:
         decide: gives the block that the style is, here and now.
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
-        own: the forward that a module has instead of its class's.
+        own: the forward that a module has instead of its class's, as a function of the module.
     """
     style = f"Marked{len(_decide)}"
     _decide[style] = decide
@@ -138,7 +138,7 @@ def traced_forward(decide, run, own=None):
     cls = type(style, (Marked,), {"style": style})
 
     def original(self, *args, **kwargs):
-        return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return (own or type(self).forward)(self, *args, **kwargs)
 
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():

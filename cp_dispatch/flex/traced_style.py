@@ -104,14 +104,14 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
         mesh: of the ranks that share the sequence.
         decide: gives the block that the style is, here and now.
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
-        own: the forward that a module has instead of its class's.
+        own: the forward that a module has instead of its class's, as a function of the module.
     """
     style = f"flex{len(_styles)}"
     _styles[style] = decide, seq_dim
     ranks = mesh.size()
 
     def original(self, *args, **kwargs):
-        return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return (own or type(self).forward)(self, *args, **kwargs)
 
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
