@@ -111,6 +111,10 @@ class ContextParallel(ParallelStyle):
             seq_dim=self.seq_dim, attention_type=self.attention_type, balancer=self.balancer,
             schedule=self.schedule,
         )  # fmt: skip
+        # Meshes that are equal may have other groups, as those before destroy_process_group.
+        group = None if device_mesh.get_coordinate() is None else device_mesh.get_group()
+        if getattr(module.forward, "in_style_on", None) == (device_mesh, group):
+            return module  # applied again, as to one that two parents share
         if self.attention_type == "flex":
             kind = tuple(inspect.signature(module.forward).parameters)
         else:
@@ -118,19 +122,17 @@ class ContextParallel(ParallelStyle):
             kind = sliding_window(module)
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
-        own = vars(module).get("forward")
-        module.forward = types.MethodType(self._forward(device_mesh, kind, own), module)
+        forward = self._forward(device_mesh, group, kind, _own_forward(module))
+        module.forward = types.MethodType(forward, module)
         if self.attention_type == "sdpa" and isinstance(module, nn.MultiheadAttention):
             # An encoder layer in eval mode takes its attention's parameters for a kernel of its
             # own and never calls it, unless something is hooked to it.
             module.register_forward_pre_hook(_no_fused_kernel)
         return module
 
-    def _forward(self, mesh: DeviceMesh, kind, own):
+    def _forward(self, mesh: DeviceMesh, group, kind, own):
         """The same function for modules that are alike, for their graphs are. ``kind``: their
         window or, of modules around ``flex_attention``, the names of their arguments."""
-        # Meshes that are equal may have other groups, as those before destroy_process_group.
-        group = None if mesh.get_coordinate() is None else mesh.get_group()
         key = mesh, kind, group
         if own is None and key in self._forwards:
             return self._forwards[key]
@@ -141,6 +143,7 @@ class ContextParallel(ParallelStyle):
         else:
             decide = partial(self._context, mesh, kind, None, [])
             forward = traced_forward(decide, partial(self._run, mesh), own)
+        forward.in_style_on = mesh, group
         if own is None:
             self._forwards[key] = forward
         return forward
@@ -278,6 +281,17 @@ class ContextParallel(ParallelStyle):
                 "apply the style to a smaller one, whose outputs lie like its inputs"
             )
         return whole_of(mesh, x, self.seq_dim % x.ndim, length)
+
+
+def _own_forward(module: nn.Module):
+    """The forward that a module has instead of its class's, as a function of the module: a copy of
+    the module takes a method along, as its own."""
+    own = vars(module).get("forward")
+    if own is None:
+        return None
+    if isinstance(own, types.MethodType) and own.__self__ is module:
+        return own.__func__
+    return lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -105,11 +105,17 @@ def _number_of(style: str) -> int:
     """The number of the block that holds here and now, with a guard that it goes on to."""
     decide = _decide[style]
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
-    context = decide()
     _attended[style] += 1
-    # The same in every process, for graphs are cached on disk, and exported.
-    number = int(hashlib.sha256(repr(context).encode()).hexdigest()[:15], 16)
-    _contexts[number] = context
+    return number_for(decide(), _contexts)
+
+
+def number_for(value, known: dict) -> int:
+    """A number that graphs hold for a value, under which it is ``known`` from now on: the same in
+    every process, for graphs are cached on disk, and exported."""
+    number = int(hashlib.sha256(repr(value).encode()).hexdigest()[:15], 16)
+    while known.get(number, value) != value:  # meshes of other ranks are the same in words
+        number += 1
+    known[number] = value
     return number
 
 
@@ -125,7 +131,7 @@ def traced_forward(decide, run, own=None):
     Args:
         decide: gives the block that the style is, here and now.
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
-        own: the forward that a module has instead of its class's.
+        own: the forward that a module has instead of its class's, as a function of the module.
     """
     style = f"Marked{len(_decide)}"
     _decide[style] = decide
@@ -133,7 +139,7 @@ def traced_forward(decide, run, own=None):
     cls = type(style, (Marked,), {"style": style})
 
     def original(self, *args, **kwargs):
-        return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return (own or type(self).forward)(self, *args, **kwargs)
 
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch import HeadTail, context_parallel, disable, enable, enabled, override
+from cp_dispatch import (
+    HeadTail,
+    context_parallel,
+    disable,
+    enable,
+    enabled,
+    override,
+    traced_style,
+)
 from tests.ranks import one_rank, own_code_compiled
 
 
@@ -253,3 +261,16 @@ def test_settings_inside_a_compiled_function(mesh):
         assert torch.equal(torch.compile(function, backend="eager")(), x.sin())
         names = {name.rsplit(":", 1)[-1] for name in own_code_compiled()}
         assert names <= {"context_parallel", "plain_shards", "no_fast_path", "swapped"}, names
+
+
+def test_numbers_of_styles_tell_equal_words_apart():
+    """Meshes [0, 1] and [0, 2] are the same in words."""
+
+    class Mesh:
+        def __repr__(self):
+            return "mesh"
+
+    known, (first, second) = {}, (Mesh(), Mesh())
+    numbers = [traced_style.number_for(x, known) for x in (first, second, first)]
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert [known[n] for n in numbers] == [first, second, first]

@@ -62,7 +62,7 @@ class LocalFlex:
         return part
 
     @property
-    def _layout(self) -> str:
+    def layout(self) -> str:
         return "" if self.plan.layout is None else self.plan.layout.text
 
     @functools.cached_property
@@ -76,7 +76,7 @@ class LocalFlex:
         # Also of a single batch row: it lies as its own row of the layout says.
         own = layout is not None and layout.rows > 1
         batch = lanes_of(*self.part[:2]) if own else None
-        return ownership(int(self.plan.query_length), self.plan.ring_shape, self._layout, batch)
+        return ownership(int(self.plan.query_length), self.plan.ring_shape, self.layout, batch)
 
     @once
     def group_name(self) -> str:
@@ -137,7 +137,7 @@ class LocalFlex:
         return (
             *self.call.mask.tensors, self.plan.query_length, self.plan.key_length,
             list(self.call.mask.block_size), self.part, list(self.plan.ring_shape), self.rank,
-            self.group_name, self._layout, self.has_local_rows, self.plan.schedule == "gather",
+            self.group_name, self.layout, self.has_local_rows, self.plan.schedule == "gather",
         )  # fmt: skip
 
     def mask(self, mask_mod, hop: int = -1, heads: Span | None = None) -> tuple:
@@ -165,7 +165,7 @@ class LocalFlex:
         return self._cut(-1)
 
     def window(self, hop: int) -> Window:
-        keys = ownership(int(self.plan.key_length), self.plan.ring_shape, self._layout)
+        keys = ownership(int(self.plan.key_length), self.plan.ring_shape, self.layout)
         owner = (self.rank - hop) % self.plan.world_size
         return window(keys, owner, self.call.mask.block_size[1])
 
@@ -236,7 +236,7 @@ class LocalFlex:
         if self._cuts:
             return self._cut_all[1]
         query = local_tensor(self.call.query)
-        table = _OPS.flex_order(query, self._layout, self.rank, self.part, query.shape[2])
+        table = _OPS.flex_order(query, self.layout, self.rank, self.part, query.shape[2])
         return table if self.place.table_lanes > 1 else table[0]
 
     def buffers(self) -> tuple[tuple, tuple]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import (
     compiles_for_inductor,
     dynamo_traces,
@@ -124,23 +125,29 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     local = _local(options, call, scale)
     if local.rings and _in_base_two(kernel_options):
         results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)
-        return tuple(wrap(x, call.query) for x in results)
+        return _wrapped(results, local)
     if local.is_grouped:
         results = grouped.forward(local, FORWARD, score_mod, scale, kernel_options)
-        return tuple(wrap(x, call.query) for x in results)
+        return _wrapped(results, local)
     key, value = local.keys(backward=False)
     # Of every rank, for the other ranks gather from it what is captured and sharded.
     query, buffers = local_tensor(call.query), local.buffers()
     if local.is_empty:
         results = not_before(_outlines(call), key, *buffers[0], *buffers[1])
         keep_in_graph(results[0], (query,))
-        return tuple(wrap(x, call.query) for x in results)
+        return _wrapped(results, local)
     place = local.place
     mask = local.mask(place.mask_mod(call.mask.mask_mod))
     results = FORWARD(
         query, key, value, place.score_mod(score_mod), mask, scale, kernel_options, *buffers
     )  # fmt: skip
-    return tuple(wrap(x, call.query) for x in results)
+    return _wrapped(results, local)
+
+
+def _wrapped(results, local: LocalFlex):
+    if not is_tracing():
+        recomputed.note(results[1], local.layout)
+    return tuple(wrap(x, local.call.query) for x in results)
 
 
 @torch.no_grad()
@@ -152,6 +159,8 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
         return *(nothing(x, 4) for x in call.tensors.values()), buffers
     local = _local(options, call, scale)
     out, logsumexp, grad_out, grad_logsumexp = results
+    if not is_tracing():
+        recomputed.check(local_tensor(logsumexp), local.layout)
     results = (
         local_tensor(out), local_tensor(logsumexp), _placed_like_query(grad_out, call.query),
         _placed_like_query(grad_logsumexp, call.query),

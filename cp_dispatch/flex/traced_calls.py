@@ -22,6 +22,7 @@ class _Graph:
         self.options: Options | None = None  # of that
         self.calls = 0  # in that
         self.has_styles = False
+        self.was_left = True  # all modules by their ends
         self.found: list[Options] = []  # of all calls, each once
 
 
@@ -32,6 +33,7 @@ def _graph() -> _Graph:
 def enter(style: int) -> None:
     """Dynamo comes to a module in a style."""
     graph = _graph()
+    graph.was_left &= graph.style is None
     graph.style, graph.options, graph.calls, graph.has_styles = style, None, 0, True
 
 
@@ -71,11 +73,18 @@ def options_of_graph() -> Options | None:
     style, so that they are the toggle's.
 
     Raises:
-        ContextParallelError: there are several.
+        ContextParallelError: there are several, or dynamo did not see where a module ended, so that
+            calls after it are taken for its own.
     """
     graph = _graphs.get(dynamo_traces())
     if graph is None or not graph.has_styles or not graph.found:
         return None
+    if graph.style is not None or not graph.was_left:
+        raise ContextParallelError(
+            "there is no telling where a module in ContextParallel(attention_type='flex') ends in "
+            "a compiled graph that catches what it raised, or has it inside another such module. "
+            "Do not compile the module"
+        )
     if reason := _several(graph):
         raise ContextParallelError(reason)
     return graph.found[0]

@@ -13,8 +13,6 @@ graph further, so that the rules would ask what is enabled.
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +28,7 @@ from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext
 from cp_dispatch.toggle import flex_rules_for_trace
-from cp_dispatch.traced_style import has_dtensor, map_tensors
+from cp_dispatch.traced_style import has_dtensor, map_tensors, number_for
 
 NO_ORDER = (
     "there is no telling in which order the shards lie, without buffers; pass "
@@ -73,7 +71,7 @@ def _enter(style: str) -> tuple[int, str]:
     decide, dim = _styles[style]
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
     context = decide()
-    number = int(hashlib.sha256(repr((context, dim)).encode()).hexdigest()[:15], 16)
+    number = number_for((context, dim), _entered)
     if torch.compiler.is_exporting():  # to dynamo of torch 2.11 it is always
         return number, _EXPORTED
     if not context.order_is_known:
@@ -82,7 +80,6 @@ def _enter(style: str) -> tuple[int, str]:
     if context.uneven or whole % context.mesh.size():
         return number, _UNEVEN
     flex_rules_for_trace()
-    _entered[number] = context, dim
     traced_calls.enter(number)
     return number, ""
 
@@ -107,14 +104,14 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
         mesh: of the ranks that share the sequence.
         decide: gives the block that the style is, here and now.
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
-        own: the forward that a module has instead of its class's.
+        own: the forward that a module has instead of its class's, as a function of the module.
     """
     style = f"flex{len(_styles)}"
     _styles[style] = decide, seq_dim
     ranks = mesh.size()
 
     def original(self, *args, **kwargs):
-        return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return (own or type(self).forward)(self, *args, **kwargs)
 
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():

@@ -7,6 +7,7 @@ import copy
 import enum
 import io
 import pickle
+import types
 import warnings
 
 import pytest
@@ -340,8 +341,10 @@ def test_a_module_is_in_the_style_once(kind):
     def body(mesh):
         module = Projected()
         style = ContextParallel(1, kind, balancer="head-tail")
-        for _ in range(2):
-            parallelize_module(module, mesh, style)
+        parallelize_module(module, mesh, style)
+        forward = module.forward
+        parallelize_module(module, mesh, copy.copy(style))
+        assert module.forward is forward, "in itself, flex_attention's style does not compile"
         for other in (
             ContextParallel(1, kind, balancer=None),
             ContextParallel(2, kind, balancer="head-tail"),
@@ -351,6 +354,24 @@ def test_a_module_is_in_the_style_once(kind):
                 parallelize_module(module, mesh, other)
 
     on_mesh(2, body)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "flex"])
+def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
+    """It ran on the parameters of the first, in silence."""
+
+    def forward(self, query, key, value):
+        return query * self.scale
+
+    with fake_ranks(2) as mesh:
+        module = Projected()
+        module.scale = 2
+        module.forward = types.MethodType(forward, module)
+        parallelize_module(module, mesh, ContextParallel(1, kind, balancer=None))
+        module.scale, (again := copy.deepcopy(module)).scale = 3, 5
+        ones = torch.ones(1, 4, 8)
+        for x, want in ((module, 3), (again, 5)):
+            assert torch.equal(x(ones, ones, ones), want * ones)
 
 
 def test_style_of_a_module_with_parameters_and_uneven_dtensors():

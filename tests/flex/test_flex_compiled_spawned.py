@@ -449,6 +449,12 @@ class Silent(torch.nn.Module):
         return q + k + v
 
 
+class Fails(Inner):
+    def forward(self, *args, **kwargs):
+        super().forward(*args, **kwargs)
+        raise ValueError
+
+
 class Styled(torch.nn.Module):
     """A block of a model of plain tensors, around an attention module."""
 
@@ -580,6 +586,12 @@ def style_refuses(env: Env) -> None:
         other = DTensor.from_local(x, mesh, [Shard(2)], run_check=False)
         return through(blocks, x, mask) + flex_attention(other, other, other).to_local()
 
+    def caught(blocks, x, mask):
+        try:
+            through(blocks, x, mask)
+        except ValueError:
+            return and_more([], x, mask)
+
     with torch.no_grad():
         blocks, own = styled(mesh, [None]), x[:, :, : 32 - env.rank]
         with pytest.raises(Exception, match="do not tell each other"):
@@ -594,6 +606,11 @@ def style_refuses(env: Env) -> None:
             compiled(blocks, function=and_more)(x, mask)
         with pytest.raises(Exception, match="flex_attention"):
             compiled(blocks, function=and_more)(x, mask)
+        fails = parallelize_module(
+            Fails(), mesh, ContextParallel(attention_type="flex", balancer=None)
+        )
+        with cp_dispatch.enabled(layout=layout), pytest.raises(Exception, match="no telling where"):
+            compiled([Styled(fails)], function=caught)(x, mask)
         with cp_dispatch.context_parallel(mesh):
             with pytest.raises(Exception, match="no telling in which order"):
                 compiled(styled(mesh, ["auto"]))(x, mask)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
 from cp_dispatch import ContextParallelError, HeadTail, PerDocumentHeadTail
@@ -21,6 +23,7 @@ from cp_dispatch.flex.remember import remember, remembered, users, when_none_is_
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
+from tests.flex.problems import gradients_on_cpu
 from tests.ranks import fake_ranks, one_rank, outline
 
 FORWARD = torch.ops.higher_order.flex_attention
@@ -55,6 +58,20 @@ def test_off_is_torchs_own_error():
         assert isinstance(got, DTensor)
         with pytest.raises(Exception, match="no rule registered|not supported"):
             flex_attention(x, x, x)
+
+
+def test_a_checkpoint_in_another_order_is_noticed():
+    """Its backward is that of the first forward, whose tensors are those of the second."""
+    with fake_ranks(2) as mesh, gradients_on_cpu():
+        x = DTensor.from_local(torch.ones(1, 1, 8, 16), mesh, ROWS).requires_grad_()
+        orders = None, HeadTail(16, 2)
+        for layout, other in (orders, orders[::-1]):
+            for now in (layout, other):
+                with cp_dispatch.enabled(layout=layout):
+                    y = checkpoint(flex_attention, x, x, x, use_reentrant=False)
+                raises = pytest.raises(ContextParallelError, match="in another order")
+                with cp_dispatch.enabled(layout=now), nullcontext() if now == layout else raises:
+                    y.sum().backward()
 
 
 def outline_of_data(mesh) -> DTensor:
