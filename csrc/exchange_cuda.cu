@@ -13,9 +13,8 @@ constexpr int kMost = 64, kFew = 16;
 constexpr int kMostFlags = 24, kFewFlags = 8;
 // Bytes of a slab beside attention, which leaves copies few SMs.
 constexpr int64_t kShort = 64 * 1024;
-// Units that a thread has in flight; threads of a block, and about how many blocks a launch has. Few,
-// so that while they wait for a peer half of the SMs are free for a collective's kernel, which needs
-// one to itself.
+// Units that a thread has in flight; threads of a block, and about how many blocks a launch has: so
+// few that while they wait for a peer, kernels of collectives on other streams find SMs.
 constexpr int kUnits = 4, kThreads = 512;
 constexpr int64_t kBlocks = 64;
 
