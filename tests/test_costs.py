@@ -121,21 +121,22 @@ def test_every_stage_of_heads_is_a_call_for_the_host():
     assert 1 < stages <= more
     assert predict(settle(ring(tokens=8), "ulysses", "cuda"), fast).forward == pytest.approx(1e-3)
     free = dataclasses.replace(fast, moves=constants(bandwidth=FREE).moves, copy=line(FREE))
-    way = WHOLE_WAY
-    assert predict(many, free) == pytest.approx((way * stages * 1e-3, way * more * 2e-3))
+    there, back = WHOLE_WAY["forward"], WHOLE_WAY["backward"]
+    assert predict(many, free) == pytest.approx((there * stages * 1e-3, back * more * 2e-3))
 
 
 def test_heads_that_are_no_known_calls_take_the_host_longer():
     """Of shared key heads, uneven heads, and beside another schedule's forward."""
     each = {"forward": ((4, 1e-3),), "backward": ((4, 2e-3),)}
-    known, way = constants(floors={"ulysses": each, "mirrored_gather": each}), WHOLE_WAY
+    known = constants(floors={"ulysses": each, "mirrored_gather": each})
+    there, back = WHOLE_WAY["forward"], WHOLE_WAY["backward"]
     short = settle(ring(tokens=8, heads=(32, 8)), "ulysses", "cuda")
     assert predict(short, known) == pytest.approx((1e-3, 2e-3))
     for heads in ((16, 1), (6, 6)):
         plan = settle(ring(tokens=8, heads=heads), "ulysses", "cuda")
-        assert predict(plan, known) == pytest.approx((way * 1e-3, way * 2e-3))
+        assert predict(plan, known) == pytest.approx((there * 1e-3, back * 2e-3))
     both = of_two(settle(ring(tokens=8), "gather", "cuda"), short)
-    assert predict(both, known) == pytest.approx((1e-3, way * 2e-3))
+    assert predict(both, known) == pytest.approx((1e-3, back * 2e-3))
 
 
 @pytest.mark.parametrize("tokens, heads, stages", [
@@ -385,8 +386,8 @@ def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
     hybrid = settle(plan, "hybrid", "cuda")
     assert (hybrid.schedule, hybrid.across) == ("hybrid", "ring")
     known = constants(floors={"ulysses": each, "ring": each})
-    both = 1 + WHOLE_WAY
-    assert predict(hybrid, known) == pytest.approx((both * 1e-3, both * 2e-3))
+    there, back = 1 + WHOLE_WAY["forward"], 1 + WHOLE_WAY["backward"]
+    assert predict(hybrid, known) == pytest.approx((there * 1e-3, back * 2e-3))
     known = constants(floors={"ulysses": each, "ring": each, "hybrid": each})
     assert predict(hybrid, known) == pytest.approx((1e-3, 2e-3))
 

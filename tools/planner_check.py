@@ -1,6 +1,6 @@
 """What ``auto`` takes by a kind's constants, against what was measured.
 
-    python tools/planner_check.py nvidia-h200 tools/results/2026-11-28-2xh200-grid-*.json
+    python tools/planner_check.py nvidia-h200 tools/results/2026-11-30-2xh200-grid-*.json
 
 The files are those of ``tools/bench.py --out``. A point is a kernel, a shape, an order and a
 direction, at which several schedules were measured. The planner says again what ``auto`` takes

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
 
-#: How much longer the host takes for heads that are not known calls, as those of the floors are
-#: (:mod:`~cp_dispatch.schedules.known_heads`). On one CPU core, without kernels and moves, 282 us
-#: of a forward in place of 141, and 723 with the backward in place of 432; not measured on GPUs.
-#: (Both take less since the floors were measured: 181 in place of 77, and 525 in place of 267.)
-WHOLE_WAY = 1.8
+#: How much longer heads take that are not known calls, as those of the floors are
+#: (:mod:`~cp_dispatch.schedules.known_heads`): mean of three kernels on 2 and 4 H200s, 2.1 to 2.5
+#: and 1.4 to 1.7.
+WHOLE_WAY = {"forward": 2.2, "backward": 1.5}
 
 
 class Prediction(NamedTuple):
@@ -59,7 +58,7 @@ def _host(plan: Plan, constants: Constants, direction: str, is_of_two: bool) -> 
     messages = schedule.messages(plan, 0, direction == "backward")
     # A hybrid's floor is of what its calls are: never known.
     is_like_floors = plan.schedule == "hybrid" or (messages.are_known and not is_of_two)
-    return floor * len(messages.stages) * (1.0 if is_like_floors else WHOLE_WAY)
+    return floor * len(messages.stages) * (1.0 if is_like_floors else WHOLE_WAY[direction])
 
 
 def _floor(plan: Plan, constants: Constants, direction: str) -> float:
@@ -71,7 +70,7 @@ def _floor(plan: Plan, constants: Constants, direction: str) -> float:
     heads, across = (
         constants.floor(name, direction, plan.world_size) for name in ("ulysses", plan.across)
     )
-    return heads * WHOLE_WAY + across
+    return heads * WHOLE_WAY[direction] + across
 
 
 def _looked_at(ranks: int) -> list[int]:
