@@ -83,6 +83,13 @@ def test_a_schedule_names_no_backend():
         assert not texts & names, module
 
 
+def test_what_chooses_a_kernel_knows_it_by_its_properties():
+    """Else one more would have to be named there; "math", which can do all, is what is left."""
+    for module in ("choose", "why_not", "settle", "planner", "costs.calibrate"):
+        texts = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant)}
+        assert not texts & set(BACKENDS) - ({"math"} if module == "choose" else set()), module
+
+
 def test_a_backend_does_not_communicate():
     # Of what _compat gathers of torch, a backend takes nothing of torch.distributed.
     modules = known_to(*within("backends")) - set(within("_compat"))
