@@ -84,7 +84,9 @@ def settle(
         found = _stays_unbalanced(plan, device_type) or _gathered(plan)
         if found.schedule != "ring":
             return found
-    return _balanced(plan, wish, device_type)
+    if wish in ("auto", "ring", "mirrored_ring"):
+        return _balanced(plan, wish, device_type)
+    return _with(plan, f'"{wish}" takes every call: no rule says what it does not take', wish)
 
 
 def _gathered(plan: Plan) -> Plan:
