@@ -133,13 +133,7 @@ def _guard_shards(plan: Plan, call: Call) -> None:
             int(shard.shape[dim]), int(tensor.shape[dim])
         if plan.layout is not None:
             int(shard.shape[2])
-        elif plan.schedule in (
-            "mirrored_ring",
-            "gather",
-            "mirrored_gather",
-            "one_call",
-            "hybrid",
-        ):
+        elif plan.can_choose and plan.schedule not in ("ring", "ulysses"):
             # As many rows on every rank, and halves. An equation would put one size for the other,
             # and where the length of a shard is the head dim, torch loses sight of sizes by that.
             bool(shard.shape[2] * plan.world_size <= tensor.shape[2])

@@ -12,8 +12,6 @@ from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
 from cp_dispatch.report import (
-    GATHERS,
-    RINGS,
     Transfer,
     backward_transfers,
     describe,
@@ -95,7 +93,7 @@ class Plan:
     @property
     def can_choose(self) -> bool:
         """Whether query and key are sharded alike, so that there are several schedules."""
-        return self.schedule in (*RINGS, *GATHERS, "one_call", "ulysses", "hybrid")
+        return self.schedule not in (None, "local", "replicated_keys", "replicated_queries")
 
     @property
     def of_forward(self) -> Plan:

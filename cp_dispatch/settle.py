@@ -84,7 +84,9 @@ def settle(
         found = _stays_unbalanced(plan, device_type) or _gathered(plan)
         if found.schedule != "ring":
             return found
-    return _balanced(plan, wish, device_type)
+    if wish in ("auto", "ring", "mirrored_ring"):
+        return _balanced(plan, wish, device_type)
+    return _with(plan, f'"{wish}" takes every call: no rule says what it does not take', wish)
 
 
 def _gathered(plan: Plan) -> Plan:
@@ -258,10 +260,10 @@ def _with(plan: Plan, reason: str, schedule: str | None = None) -> Plan:
 def _gather_is_affordable(plan: Plan, device_type: str) -> bool:
     """Whether the keys of all ranks are few enough to be gathered.
 
-    The math kernel holds the scores of a tile, and others the tile's part of a mask: a gather's
-    tiles are W times a ring's, so neither is affordable.
+    Some kernels hold the scores of a tile, and others the tile's part of a mask: a gather's tiles
+    are W times a ring's, so neither is affordable.
     """
-    if plan.backend == "math":
+    if BACKENDS[plan.backend].holds_scores:
         return False
     _, key, _ = plan.shards
     gathered = plan.key_row_bytes * key[2] * plan.world_size

@@ -5,23 +5,23 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.choose import LocalCall, local_tensors
 
 _SWITCHES = {
-    "flash": "flash_sdp_enabled",
-    "cpu_flash": "flash_sdp_enabled",
-    "efficient": "mem_efficient_sdp_enabled",
-    "cudnn": "cudnn_sdp_enabled",
-    "math": "math_sdp_enabled",
+    SDPBackend.FLASH_ATTENTION: "flash_sdp_enabled",
+    SDPBackend.EFFICIENT_ATTENTION: "mem_efficient_sdp_enabled",
+    SDPBackend.CUDNN_ATTENTION: "cudnn_sdp_enabled",
+    SDPBackend.MATH: "math_sdp_enabled",
 }
-# Torch's own checks, which say why not. It has none for CPU and for math.
+# Torch's own checks on CUDA, which say why not. It has none for CPU and for math.
 _CHECKS = {
-    "flash": "can_use_flash_attention",
-    "efficient": "can_use_efficient_attention",
-    "cudnn": "can_use_cudnn_attention",
+    SDPBackend.FLASH_ATTENTION: "can_use_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "can_use_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "can_use_cudnn_attention",
 }
 
 
@@ -47,8 +47,8 @@ def _reasons(backend: Backend, local: LocalCall, chosen: str | None):
 
 
 def _switch(backend: Backend):
-    switch = _SWITCHES[backend.name]
-    if not getattr(torch.backends.cuda, switch)():
+    switch = _SWITCHES.get(backend.sdp_backend)
+    if switch and not getattr(torch.backends.cuda, switch)():
         yield f"it is switched off (torch.backends.cuda.{switch}())"
 
 
@@ -58,17 +58,18 @@ def _ours(backend: Backend, local: LocalCall):
         yield "its dropout cannot give each (query, key) pair its own coin"
     if mask is not None and mask.needs_grad and not backend.mask_gradient:
         yield "it does not give the gradient of a bias"
-    if mask is not None and mask.dtype not in (torch.bool, local.dtype) and backend.name != "math":
+    others = mask is not None and mask.dtype not in (torch.bool, local.dtype)
+    if others and not backend.takes_any_bias:
         yield f"it takes no {mask.dtype} bias beside {local.dtype}"
     query, _, value = local.shapes
-    if backend.name == "cpu_flash" and query[3] != value[3]:
+    if backend.one_head_dim and query[3] != value[3]:
         yield f"it takes no value head dim ({value[3]}) other than the query's ({query[3]})"
 
 
 def _torchs(backend: Backend, local: LocalCall) -> list[str]:
     """What torch's check of a CUDA kernel has against it."""
-    check = _CHECKS.get(backend.name)
-    if check is None:
+    check = _CHECKS.get(backend.sdp_backend)
+    if check is None or local.device_type != "cuda":
         return []
     cuda = torch.backends.cuda
     with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings(record=True) as said:

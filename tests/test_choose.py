@@ -200,3 +200,16 @@ def test_a_shard_of_one_key_takes_what_torch_keeps_single_keys_from(monkeypatch,
     local = LocalCall(shapes, torch.float16, "cuda", mask=mask)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose_backend(local) == ("cudnn", ())
+
+
+def test_one_more_backend_needs_a_name_and_no_more(monkeypatch, mesh):
+    """Torch's switches and checks are those of its ``sdp_backend``."""
+
+    class Another(type(BACKENDS["cpu_flash"])):
+        name = "another"
+
+    monkeypatch.setitem(BACKENDS, "another", Another())
+    tensors = [outline(mesh, (1, 4, 32, dim)) for dim in (8, 8, 16)]
+    with enabled(), sdpa_kernel(SDPBackend.MATH):
+        against = explain(*tensors).backends_refused
+    assert against["another"] == against["cpu_flash"] and len(against["another"]) == 2

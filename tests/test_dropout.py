@@ -112,9 +112,13 @@ def test_any_cut_of_the_work_gives_the_coins_of_the_whole(data):
         start = data.draw(st.integers(0, size - 1))
         cut.append((start, data.draw(st.integers(1, size - start))))
     (b, batches), (h, some), (row, height), (key, width) = cut
-    part = dropout(0.5, 7, b, h, heads, rows).factors(block(height, width, row, key), batches, some)
+    own, tile = dropout(0.5, 7, b, h, heads, rows), block(height, width, row, key)
+    part = own.factors(tile, batches, some)
     index = tuple(slice(start, start + length) for start, length in cut)
     assert torch.equal(part, whole[index])
+    # In layouts with rows of their own a tile is of one row.
+    one = data.draw(st.integers(0, batches - 1))
+    assert torch.equal(own.factors(tile._replace(row=one), 1, some), part[one : one + 1])
 
 
 @pytest.mark.parametrize("causal", [False, True])

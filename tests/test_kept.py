@@ -79,3 +79,16 @@ def test_nobody_counts_what_replays_write(monkeypatch, known):
     assert known.get(mask, "key", Found) is not known.get(mask, "key", Found)
     other = (None, torch.ones(2))
     assert known.get(other, "key", Found) is known.get(other, "key", Found)
+
+
+@pytest.mark.parametrize("kind", [Kept, KeptByAll])
+def test_a_tensor_that_was_given_other_memory_is_another(kind):
+    """``.data`` is put in place without a new version: elsewhere in the same storage, too."""
+    known, buffer = kind(), torch.ones(8)
+    mask = buffer[:4]
+    first = known.get((mask,), "key", Found)
+    assert known.get((mask,), "key", Found) is first
+    for other in (buffer[4:], buffer[::2], torch.ones(4)):
+        version = mask._version
+        mask.data = other
+        assert mask._version == version and known.get((mask,), "key", Found) is not first

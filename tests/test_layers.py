@@ -8,6 +8,8 @@ import pytest
 
 import cp_dispatch
 from cp_dispatch.backends import BACKENDS
+from cp_dispatch.report import GATHERS, RINGS
+from cp_dispatch.schedules import SCHEDULES
 
 PACKAGE = pathlib.Path(cp_dispatch.__file__).parent
 #: shard() of a block mask, which nothing below a plan calls.
@@ -81,6 +83,22 @@ def test_a_schedule_names_no_backend():
         assert not imported(module) & {f"backends.{name}" for name in names}, module
         texts = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant)}
         assert not texts & names, module
+
+
+def test_what_chooses_a_kernel_knows_it_by_its_properties():
+    """Else one more would have to be named there; "math", which can do all, is what is left."""
+    for module in ("choose", "why_not", "settle", "planner", "costs.calibrate"):
+        texts = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant)}
+        assert not texts & set(BACKENDS) - ({"math"} if module == "choose" else set()), module
+
+
+def test_a_schedule_tells_its_costs():
+    """Else :mod:`cp_dispatch.report` would tell those of a ring."""
+    known = {*RINGS, *GATHERS, "replicated_keys", "replicated_queries"}
+    told = {name: x for name, x in SCHEDULES.items() if name not in known and ":" not in name}
+    assert {"one_call", "ulysses"} <= set(told)
+    for name, schedule in told.items():
+        assert all(hasattr(schedule, x) for x in ("transfers", "extra_bytes", "blocks")), name
 
 
 def test_a_backend_does_not_communicate():

@@ -6,10 +6,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch.ops as ops
-from cp_dispatch import ContextParallelError
+from cp_dispatch import ContextParallelError, HeadTail
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.backends.math import Math
+from cp_dispatch.kernels import job_of
+from cp_dispatch.layouts.geometry import natural
 from cp_dispatch.merge import token_major
+from cp_dispatch.schedules import SCHEDULES
 from tests.distributed.reference import Problem, check, exact, one_device, with_gradients
 
 CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.devices]
@@ -31,6 +34,38 @@ VALUE_DIM = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 20))
 def options(query, key, causal=False, scale=None):
     """What follows the tensors: one rank holds the whole sequence."""
     return None, None, 0.0, [], causal, scale, query.size(2), key.size(2), "ring", [], "", "", ""
+
+
+def test_a_job_is_kept_for_calls_of_its_own_kind():
+    """What is left out of the key of a kept job would be an earlier call's, in silence."""
+    query = torch.zeros(1, 2, 8, 4)
+
+    def job(backend="math", query=query, **other):
+        # In the order of the op's arguments after the tensors.
+        given = {
+            "attn_mask": None, "seed": None, "dropout": 0.0, "origin": [0, 0, 2], "causal": True,
+            "scale": None, "query_length": 8, "key_length": 8, "schedule": "ring",
+            "ring_shape": [], "group": "", "layout": "", "order": "",
+        } | other  # fmt: skip
+        return job_of(BACKENDS[backend], query, *given.values())[0]
+
+    found = job()
+    assert job() is found and found.scale == 0.5
+    for other, attribute, value in (
+        ({"backend": "cpu_flash"}, "backend", BACKENDS["cpu_flash"]),
+        ({"query": torch.zeros(1, 2, 8, 16)}, "scale", 0.25),
+        ({"scale": -2.0}, "sign", -1.0),
+        ({"origin": [3, 0, 2]}, "batch_start", 3),
+        ({"causal": False}, "geometry", natural(8, 8, (), False)),
+        ({"query_length": 6}, "geometry", natural(6, 8, (), True)),
+        ({"key_length": 6}, "geometry", natural(8, 6, (), True)),
+        ({"ring_shape": [2]}, "geometry", natural(8, 8, (2,), True)),
+        ({"layout": HeadTail(8, 2).text}, "layout", HeadTail(8, 2).text),
+        ({"schedule": "replicated_queries", "ring_shape": [2]}, "geometry",
+         SCHEDULES["replicated_queries"].geometry(8, 8, (2,), True, None)),
+    ):  # fmt: skip
+        assert getattr(job(**other), attribute) == value, other
+        assert getattr(found, attribute) != value, other
 
 
 def inputs(shapes, transposed=False, requires_grad=False, dtype=torch.float32, device="cpu"):

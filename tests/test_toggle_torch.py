@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._guards import TracingContext, tracing
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import bias as torch_bias
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import CheckpointFunction
@@ -102,6 +103,22 @@ def test_the_tag_tells_which_group_a_trace_uses(before, monkeypatch):
         names = [dist.group.WORLD.group_name, dist.new_group([0]).group_name]
         first, again, other_way = tags(names), tags(names), tags(names[::-1])
         assert first == again and not {*first.values()} & {*other_way.values()}
+
+
+def test_the_tag_tells_what_kernels_and_schedules_are_chosen_by(before, monkeypatch):
+    """Torch's switches of kernels, and the constants that were measured."""
+
+    def own() -> str:
+        compile_cache.tag("state")
+        return tag()
+
+    with enabled():
+        plain = own()
+        with sdpa_kernel(SDPBackend.MATH):
+            only_math = own()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(compile_cache, "constants_here", lambda device_type: "measured")
+        assert len({plain, only_math, own()}) == 3
 
 
 def test_the_tag_of_a_trace_is_none_of_the_next_one():

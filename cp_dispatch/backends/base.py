@@ -37,6 +37,12 @@ class Backend:
     #: Whether the kernel takes dropout factors, and gives the gradient of a bias.
     takes_dropout: ClassVar[bool] = False
     mask_gradient: ClassVar[bool] = False
+    #: Whether it takes a bias of another dtype than the query's.
+    takes_any_bias: ClassVar[bool] = False
+    #: Whether values must have the query's head dim. (Of kernels for CUDA torch's own check tells.)
+    one_head_dim: ClassVar[bool] = False
+    #: Whether a call holds the scores of its whole block.
+    holds_scores: ClassVar[bool] = False
     #: Whether the kernel takes fewer key/value heads than query heads.
     grouped_heads: ClassVar[bool] = True
     #: Whether it has :meth:`prefix_forward`: a causal mask that ends at the bottom right.

@@ -12,6 +12,7 @@ class CpuFlash(Backend):
     name = "cpu_flash"
     sdp_backend = SDPBackend.FLASH_ATTENTION
     devices = ("cpu",)
+    one_head_dim = True
 
     def _forward(self, query, key, value, bias, causal, scale):
         return aten._scaled_dot_product_flash_attention_for_cpu.default(

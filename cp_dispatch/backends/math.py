@@ -21,6 +21,8 @@ class Math(Backend):
     devices = ("cpu", "cuda")
     takes_dropout = True
     mask_gradient = True
+    takes_any_bias = True
+    holds_scores = True
     grouped_heads = False
 
     def output_dtype(self, dtype):

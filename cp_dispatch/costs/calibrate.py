@@ -40,7 +40,7 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
     """The constants of the GPUs of all ranks, of one kind and on one host. Collective."""
     clock = Clock(device, 2 if quick else 7)
     ring = Ring.of(dist.group.WORLD, device)
-    backends = [b for b in BACKENDS.values() if device.type in b.devices and b.name != "math"]
+    backends = [b for b in BACKENDS.values() if device.type in b.devices and not b.holds_scores]
     found = {}
     for backend in backends:
         say(f"kernels of {backend.name}")

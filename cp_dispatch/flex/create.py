@@ -78,7 +78,7 @@ def create_cp_block_mask(
         blocks = of_tables(some, None)
     else:
         blocks = of_tables(some & ~every, every)
-    return of_rows(blocks, queries, rank, (Q_LEN, KV_LEN), (q_block, kv_block), mask_mod)
+    return of_rows(blocks, queries, (Q_LEN, KV_LEN), (q_block, kv_block), mask_mod)
 
 
 def _tables(mask_mod, B, H, place: Tensor, keys: int, q_block: int, kv_block: int):
@@ -111,14 +111,12 @@ def cut_block_mask(mask: BlockMask, mesh: DeviceMesh, layout: Balancer | None) -
     blocks = Blocks(*mask.as_tuple()[2:10])
     if queries.world_size > 1:
         blocks = cut(blocks, queries, rank, sizes[0], -(-lengths[1] // sizes[1]))
-    own = of_rows(blocks, queries, rank, lengths, sizes, mask.mask_mod)
+    own = of_rows(blocks, queries, lengths, sizes, mask.mask_mod)
     own.cp_whole = mask
     return own
 
 
-def of_rows(
-    blocks: Blocks, queries: Ownership, rank: int, lengths, block_sizes, mask_mod
-) -> BlockMask:
+def of_rows(blocks: Blocks, queries: Ownership, lengths, block_sizes, mask_mod) -> BlockMask:
     """A ``BlockMask`` of a rank's rows, with as many rows of blocks as that rank has; one more
     where the whole sequence has as many, so that the two can be told apart."""
     whole = -(-lengths[0] // block_sizes[0])

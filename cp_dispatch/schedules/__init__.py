@@ -1,12 +1,13 @@
 """Who computes which block when, and what travels.
 
 A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`),
-and may tell its costs: ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
-:mod:`cp_dispatch.schedules.head_costs`).
+and tells its costs: ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
+:mod:`cp_dispatch.schedules.head_costs`; of rings and gathers :mod:`cp_dispatch.report` knows them).
 ``KnownCalls`` of one makes calls again that were made before (see :mod:`known_call`).
 Forward and backward may have two, for a backward needs nothing of a forward's but its results.
 To add one, name it in ``SCHEDULES``; unless it is for particular placements, name it in
-``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)``.
+``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)`` that takes every call, but for
+what rules in :mod:`cp_dispatch.settle` keep from it.
 """
 
 from cp_dispatch.schedules import mirrored_ring, one_call, ring

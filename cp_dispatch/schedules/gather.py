@@ -36,10 +36,7 @@ from cp_dispatch.schedules.ranges import part
 
 
 class _Gather:
-    def geometry(
-        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
-    ) -> Geometry:
-        return laid_out(query_length, key_length, ring_shape, causal, layout)
+    geometry = staticmethod(laid_out)
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""

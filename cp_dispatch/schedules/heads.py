@@ -49,11 +49,8 @@ class Heads:
     def __init__(self, ranks: int | None = None, across_name: str = "", across=None):
         self.ranks, self.across_name, self.across = ranks, across_name, across
 
-    def geometry(
-        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
-    ) -> Geometry | RowGeometry:
-        """Who owns which rows, before and after."""
-        return laid_out(query_length, key_length, ring_shape, causal, layout)
+    #: Who owns which rows, before and after.
+    geometry = staticmethod(laid_out)
 
     def coarse(self, geometry: Geometry | RowGeometry) -> Geometry | RowGeometry:
         """Who computes what among the groups, or in the one group that there is."""

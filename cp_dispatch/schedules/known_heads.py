@@ -73,7 +73,7 @@ class _Way:
 
     def __init__(self, job: Job, is_causal: bool, box: Mailbox, out, home, parts, outgoing):
         self._backend, self._scale, self._is_causal = job.backend, job.scale, is_causal
-        self._box, self._out, self._home, self._parts = box, out, home, parts
+        self._box, self._home, self._parts = box, home, parts
         here = on_default_stream(outgoing[0].device)
         packed = (False,) * len(parts) if here else are_thin(parts, outgoing)
         self._numbers, self._own = out.numbers(box, packed), out.own(box)

@@ -1,4 +1,4 @@
-"""Memory that the other ranks of a host write to, filled by copy engines.
+"""Rooms (:mod:`room`) that the other ranks of a host write to, filled by copy engines.
 
 NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gather that is to run
 beside them costs as much time as one that runs alone. Copy engines cost next to nothing. What they
@@ -23,15 +23,13 @@ note down which steps a call has done, so that one that fails gets to its end (:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableSequence, Sequence
-from typing import Any, NamedTuple
+from collections.abc import MutableSequence, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dispatch._compat import current_raw_stream, symmetric_memory
-from cp_dispatch.errors import ContextParallelError
+from cp_dispatch._compat import current_raw_stream
 from cp_dispatch.schedules.copy_ops import (
     CURRENT,
     join_streams,
@@ -42,22 +40,10 @@ from cp_dispatch.schedules.copy_ops import (
     push_slabs,
     raise_flags,
 )
-
-#: Bytes of the flags, ahead of the room; the last four count blocks of a kernel.
-HEADER = 4096
+from cp_dispatch.schedules.room import HEADER, Room, memory
 
 
-class _Flags(NamedTuple):
-    """Addresses of the two kinds of flags, one of each for each rank."""
-
-    free: list[int]
-    full: list[int]
-
-    def of(self, ranks: Sequence[int]) -> _Flags:
-        return _Flags(*([addresses[rank] for rank in ranks] for addresses in self))
-
-
-class Mailbox:
+class Mailbox(Room):
     """One room of ``size`` bytes on every rank of a group. Made by all ranks together."""
 
     def __init__(
@@ -65,34 +51,10 @@ class Mailbox:
         steps: MutableSequence,
     ):  # fmt: skip
         self._steps, self._marks = steps, [(name, step) for step in (OPENED, PUSHED)]
-        self.size, self._rank, self._stream = size, dist.get_rank(group), stream.cuda_stream
-        self.side = stream
-        self.device = stream.device
-        ranks = range(dist.get_world_size(group))
-        self._own = _memory(group, HEADER + size, stream.device)
-        self._own[:HEADER].zero_()
-        # CUDA loads a kernel at its first launch, and may wait for all streams: not while one of
-        # them waits for a peer. So all copy 16 bytes to where they are: those that raise flags too,
-        # of few copies and of many, and the one that does not.
-        here = self._own[HEADER : HEADER + 16].view(1, 1, 16)
-        move = [0, 0, 1, here.data_ptr(), 16]
-        for where, count in ((CURRENT, 1), (CURRENT, 64), (self._stream, 3)):
-            side = where != CURRENT
-            push_rows([here], self._own, move * count, [], [], [], [], where, True, side)
-        self._handle = symmetric_memory.rendezvous(self._own, group.group_name)
-        shape = (HEADER + size,)
-        self._memory = [self._handle.get_buffer(rank, shape, torch.uint8) for rank in ranks]
-        self._peers = tuple(rank for rank in ranks if rank != self._rank)
-        starts = [memory.data_ptr() for memory in self._memory]
-
-        def flag(room: int, kind: int, writer: int) -> int:
-            return starts[room] + 4 * (kind * len(ranks) + writer)
-
-        # Those of this rank in the rooms of others, which it raises, and of others in its own.
-        self._there = _Flags(*([flag(rank, kind, self._rank) for rank in ranks] for kind in (0, 1)))
-        self._here = _Flags(*([flag(self._rank, kind, rank) for rank in ranks] for kind in (0, 1)))
-        # Of all peers, as most calls take them.
-        self._all = self._there.of(self._peers), self._here.of(self._peers)
+        self.device, self.side, self._stream = stream.device, stream, stream.cuda_stream
+        own = memory(group, size, stream.device)
+        _load_kernels(own, self._stream)
+        super().__init__(group, own)
         #: Whether a CUDA graph has captured what was done here.
         self.is_in_a_graph = False
         # Whether the default stream has waited for all that was queued here.
@@ -103,36 +65,6 @@ class Mailbox:
         self.pulls = 0
         # Once nobody reads what was offered here last, where that is known.
         self._were_read: torch.cuda.Event | None = None
-        #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
-        #: place, nobody freed it.
-        self.is_current = True
-        #: For views of the rooms that a user makes at each call: they never move.
-        self.views: dict[Hashable, Any] = {}
-
-    def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat part of a rank's room, ``offset`` in bytes."""
-        start = HEADER + offset
-        return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
-
-    def move(
-        self, source: int, first: int, rows: int, rank: int, offset: int, stride: int
-    ) -> list[int]:
-        """One of the ``moves`` of :meth:`push_rows`: rows of the source of that number to a rank's
-        room, ``offset`` bytes from its start and ``stride`` between batch rows."""
-        return [source, first, rows, self.address(rank, offset), stride]
-
-    def address(self, rank: int, offset: int) -> int:
-        """Of a place in a rank's room, ``offset`` in bytes."""
-        return self._memory[rank].data_ptr() + HEADER + offset
-
-    def forget_many(self, most: int = 64) -> None:
-        """Keep ``views`` small where shapes change all the time."""
-        if len(self.views) >= most:
-            self.views.clear()
-
-    def _flags(self, peers: Sequence[int] | None) -> tuple[_Flags, _Flags]:
-        """Of all peers or those given: flags of this rank there, and theirs here."""
-        return self._all if peers is None else (self._there.of(peers), self._here.of(peers))
 
     def _begin(self) -> None:
         """Before the first flag of a step is raised."""
@@ -285,11 +217,6 @@ class Mailbox:
         with torch.cuda.stream(torch.cuda.default_stream(self.device)):
             self.release()
 
-    def retire(self) -> None:
-        """Another takes its place, or nobody asks for it any more."""
-        self.is_current = False
-        self.views.clear()  # what is kept there may refer to the box
-
     def wait(self) -> None:
         """Let the current stream wait for everything that was pushed here, and from here."""
         join_streams(self._own, self._stream, False)
@@ -330,30 +257,15 @@ class Mailbox:
 OPENED, PUSHED = range(2)
 
 
-def _memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
-    """So many bytes that peers can address; where a rank has not got them, all raise."""
-    found = error = None
-    missing = torch.zeros(1, dtype=torch.int64, device=device)
-    how = (size,), (1,), torch.uint8, device
-    try:
-        try:
-            found = symmetric_memory.empty_strided_p2p(*how)
-        except RuntimeError:  # torch holds on to what tensors gave back
-            torch.cuda.empty_cache()
-            found = symmetric_memory.empty_strided_p2p(*how)
-    except RuntimeError as e:
-        error = e
-        missing += 1
-    dist.all_reduce(missing, group=group)
-    if error is not None:
-        raise error
-    if int(missing):
-        raise ContextParallelError(
-            f"{int(missing)} of {dist.get_world_size(group)} ranks had no memory for a room of "
-            f"{size / 2**20:.0f} MiB, where copy engines put what other ranks send. Leave more "
-            "free; CP_DISPATCH_COPY_ENGINES=0 does without rooms"
-        )
-    return found
+def _load_kernels(own: Tensor, stream: int) -> None:
+    """CUDA loads a kernel at its first launch, and may wait for all streams: not while one of them
+    waits for a peer. So all copy 16 bytes to where they are: those that raise flags too, of few
+    copies and of many, and the one that does not."""
+    here = own[HEADER : HEADER + 16].view(1, 1, 16)
+    move = [0, 0, 1, here.data_ptr(), 16]
+    for where, count in ((CURRENT, 1), (CURRENT, 64), (stream, 3)):
+        side = where != CURRENT
+        push_rows([here], own, move * count, [], [], [], [], where, True, side)
 
 
 def on_default_stream(device: torch.device) -> bool:

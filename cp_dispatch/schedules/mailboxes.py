@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from cp_dispatch.graph_memory import apart
 from cp_dispatch.groups import exists
-from cp_dispatch.schedules.mailbox import HEADER, Mailbox
+from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.reach import ask_peers, is_used_by
+from cp_dispatch.schedules.room import HEADER
 
 #: The largest room, in bytes: it is held until the process ends.
 LARGEST = 2**30

@@ -111,10 +111,7 @@ def parcels_before(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, .
 
 
 class _MirroredGather:
-    def geometry(
-        self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
-    ) -> Geometry:
-        return laid_out(query_length, key_length, ring_shape, causal, layout)
+    geometry = staticmethod(laid_out)
 
     def blocks(self, plan, rank: int) -> tuple[int, int]:
         """Shards of keys that ``rank`` computes with, and all."""

@@ -100,7 +100,7 @@ class Box:
         self._rank = ring.rank
         self._peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
         self.views: dict = {}
-        self.is_current = True
+        self.is_current, self._gave_way = True, False
         self.pulls = 0
         self.is_unread = self.is_under_way = False
 
@@ -113,10 +113,11 @@ class Box:
             self.views.clear()
 
     def retire(self) -> None:
-        self.is_current = False
+        self.is_current, self._gave_way = False, True
         self.views.clear()
 
     def _note(self, *steps: int) -> None:
+        assert not self._gave_way, f"{self._key} gave way to another: nobody holds its memory"
         self.steps.extend((self._key[1], step) for step in steps)
 
     def open(self, peers=None) -> None:

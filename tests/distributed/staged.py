@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
 )
 
 from cp_dispatch._compat import symmetric_memory
-from cp_dispatch.schedules import mailbox
+from cp_dispatch.schedules import room
 
 NAME = "staged"
 
@@ -40,7 +40,7 @@ def is_staged() -> bool:
 def register() -> None:
     # torch's symmetric memory refuses ranks that share a GPU unless it is told so.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    mailbox.symmetric_memory = SharedMemory
+    room.symmetric_memory = SharedMemory
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, Staged, devices=["cpu", "cuda"])
 

@@ -77,6 +77,9 @@ def test_lengths_that_ranks_do_not_divide(balancer, length):
 def test_keys_of_another_length(kernel):
     judge(Problem(length=32, key_length=48, dim=16), 2, kernel)
     judge(Problem(length=32, key_length=48, dim=16, causal=True), 2, kernel, balancer=None)
+    for mask, mask_dims in (("b11k", (3,)), ("11q1", (2,)), ("bhqk", (2,)), ("qk", (1,))):
+        problem = Problem(length=32, key_length=48, dim=16, mask=Mask(mask))
+        judge(problem, 2, kernel, balancer=None, mask_dims=mask_dims)
 
 
 @pytest.mark.parametrize("how", [

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
-from cp_dispatch.schedules import CHOICES
+from cp_dispatch import options
+from cp_dispatch.schedules import CHOICES, SCHEDULES, one_call, ring
 from tests.distributed.calls import only
 from tests.distributed.reference import Problem, check, exact, one_device, rounding
 from tests.distributed.sharded import SEQUENCE, distribute, run_sharded
@@ -369,3 +370,35 @@ def test_no_rows_at_all(schedule):
 
     with cp_dispatch.enabled(schedule=schedule):
         run_threads(2, rank_body)
+
+
+def test_one_more_schedule_is_one_to_choose(monkeypatch):
+    """Once it is named in ``SCHEDULES`` and ``CHOICES``."""
+    calls = []
+
+    class Another:
+        geometry = staticmethod(ring.geometry)
+        backward = staticmethod(ring.backward)
+        transfers, extra_bytes, blocks = map(
+            staticmethod, (one_call.transfers, one_call.extra_bytes, one_call.blocks)
+        )
+
+        @staticmethod
+        def forward(job, *tensors):
+            calls.append(job.rank)
+            return ring.forward(job, *tensors)
+
+    monkeypatch.setitem(SCHEDULES, "another", Another)
+    monkeypatch.setattr(options, "CHOICES", (*CHOICES, "another"))
+    problem = Problem(length=8, dtype=FP32, causal=True)
+    tensors, want, single = judged(problem, "cpu_flash")
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        check(run_sharded(problem, tensors, mesh), want, single)
+        plan = cp_dispatch.explain(*(distribute(x, mesh, SEQUENCE) for x in tensors[:3]))
+        assert "another over 2 ranks" in str(plan)
+
+    with cp_dispatch.enabled(schedule="another"):
+        run_threads(2, rank_body)
+    assert sorted(calls) == [0, 1]

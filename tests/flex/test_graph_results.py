@@ -70,6 +70,19 @@ def test_lengths_that_change(mesh):
             assert got.shape == (length,) and torch.equal(got.to_local(), local * 2)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_made_again_looks_as_the_first_one(mesh, requires_grad):
+    """Also where one description comes with other strides."""
+    x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_(requires_grad)
+    names, description = x.__tensor_flatten__()
+    inner = {name: getattr(x, name) for name in names}
+    with cp_dispatch.enabled():
+        for strides in ((3, 1), (3, 1), (1, 2), (1, 2)):
+            got = DTensor.__tensor_unflatten__(inner, description, x.shape, strides)
+            assert (got.requires_grad, got.stride()) == (requires_grad, strides)
+        assert graph_results._known
+
+
 def test_what_is_known_is_bounded_and_goes(mesh, monkeypatch):
     monkeypatch.setattr(graph_results, "_MOST", 3)
     before = DTensor.__dict__["__tensor_unflatten__"]

@@ -204,3 +204,19 @@ def test_head_tail_windows_cost_one_merge_each(monkeypatch):
             result.add(*partial(torch.bfloat16, (*SHAPE[:2], tile.query_length, SHAPE[3])), tile)
         result.finish()
         assert merges == expected
+
+
+@pytest.mark.parametrize("larger", [False, True])
+def test_what_a_kernel_gave_serves_if_it_is_no_part_of_more(larger):
+    """A result must not keep memory alive that it does not show."""
+    dtype, row = torch.float32, SHAPE[1] * SHAPE[3]
+    size = SHAPE[0] * SHAPE[2] * row
+    buffer = torch.zeros(size + larger)
+    out = buffer[:size].view(SHAPE[0], SHAPE[2], SHAPE[1], SHAPE[3]).transpose(1, 2)
+    tiles = [window(0, 10), window(0, 10)]
+    result = OutputAccumulator(out, SHAPE[3], tiles, dtype, dtype)
+    for tile, (part, lse) in zip(tiles, ((out, partial(dtype)[1]), partial(dtype)), strict=True):
+        result.add(part, lse, tile)
+    found, _ = result.finish()
+    assert (found.data_ptr() == buffer.data_ptr()) == (not larger)
+    assert found.untyped_storage().nbytes() == found.nbytes

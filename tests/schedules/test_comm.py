@@ -78,6 +78,12 @@ def test_a_ring_on_nccl_has_a_communicator_of_its_own(config, device, own):
     ):
         group = mesh.get_group()
         assert comm._communicator(group, torch.device(device)) is (made if own else group)
+        if own:  # names of groups repeat after destroy_process_group
+            made_again = mock.Mock()
+            with mock.patch.object(comm, "new_group_of_these", lambda ranks, **_: made_again):
+                assert comm._communicator(group, torch.device(device)) is made
+                comm._ring_groups[group.group_name] = mock.Mock(), made
+                assert comm._communicator(group, torch.device(device)) is made_again
 
 
 def test_a_group_goes_when_it_is_destroyed():

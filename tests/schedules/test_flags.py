@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_dispatch.schedules import mailbox
-from cp_dispatch.schedules.mailbox import HEADER, Mailbox
+from cp_dispatch.schedules import mailbox, room
+from cp_dispatch.schedules.mailbox import Mailbox
+from cp_dispatch.schedules.room import HEADER
 
 RANKS, SIZE, STREAM = 3, 1024, 5
 
@@ -56,8 +57,8 @@ def told(monkeypatch):
         rooms = memory[name]
         handle = mock.Mock(get_buffer=lambda rank, *_: rooms[rank])
         symmetric = mock.Mock(rendezvous=lambda *_: handle)
-        monkeypatch.setattr(mailbox, "symmetric_memory", symmetric)
-        monkeypatch.setattr(mailbox, "_memory", lambda *_: rooms[rank])
+        monkeypatch.setattr(room, "symmetric_memory", symmetric)
+        monkeypatch.setattr(mailbox, "memory", lambda *_: rooms[rank])
         stream = mock.Mock(cuda_stream=STREAM, device=torch.device("cuda", 0))
         box = Mailbox(mock.Mock(rank=rank), stream, SIZE, name, [])
         calls.clear()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dispatch.schedules import mailbox, mailboxes
+from cp_dispatch.schedules import room as rooms
 from cp_dispatch.schedules.copy_ops import CURRENT
 
 OPS = "raise_flags", "push_slabs", "push_rows", "push_pair", "push_heads", "join_streams"
@@ -86,15 +87,15 @@ def test_rooms_of_a_group_that_is_gone_are_freed_without_it(monkeypatch):
 ])  # fmt: skip
 def test_ranks_have_room_or_raise(monkeypatch, tries, others, error):
     """A rank that has no memory, nor finds any among what torch keeps, leaves nobody waiting."""
-    emptied, agreed, room = mock.Mock(), mock.Mock(), object()
+    emptied, agreed, room = mock.Mock(), mock.Mock(), torch.ones(rooms.HEADER + 1)
     memory = mock.Mock()
     memory.empty_strided_p2p.side_effect = [*[RuntimeError("out of memory")] * (tries - 1), room]
-    monkeypatch.setattr(mailbox, "symmetric_memory", memory)
+    monkeypatch.setattr(rooms, "symmetric_memory", memory)
     monkeypatch.setattr(torch.cuda, "empty_cache", emptied)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: agreed(x.item()) and x.add_(others))
     with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError, match=error):
-        assert mailbox._memory(mock.Mock(), 2**21, torch.device("cpu")) is room
+        assert rooms.memory(mock.Mock(), 1, torch.device("cpu")) is room
     agreed.assert_called_once_with(int(tries == 3))
     assert emptied.called == (tries > 1)
 
@@ -141,7 +142,7 @@ def test_a_room_is_used_again_until_it_is_too_small(boxes):
     # What was pushed on the default stream is read before others make the larger one.
     assert [call[0] for call in first.method_calls] == ["let_side_follow", "retire"]
     assert boxes.get() is second and not mailboxes._retired, "the first one is forgotten"
-    assert mailboxes.held_bytes() == mailbox.HEADER + 2 * grain
+    assert mailboxes.held_bytes() == rooms.HEADER + 2 * grain
 
 
 def test_groups_of_one_name_have_rooms_of_their_own(boxes):
@@ -173,7 +174,7 @@ def test_a_capture_makes_no_room_and_its_graph_keeps_its_own(boxes):
     mailboxes.free()
     assert mailboxes._retired == [room, larger] and not mailboxes._boxes
     assert [call[0] for call in larger.method_calls] == ["let_side_follow", "retire"]
-    assert mailboxes.held_bytes() == 2 * mailbox.HEADER + room.size + larger.size
+    assert mailboxes.held_bytes() == 2 * rooms.HEADER + room.size + larger.size
 
 
 def test_a_room_that_others_could_not_take_the_place_of_is_gone(boxes):
@@ -187,7 +188,7 @@ def test_a_room_that_others_could_not_take_the_place_of_is_gone(boxes):
 def without_peers(name: str, steps: list) -> mailbox.Mailbox:
     box = object.__new__(mailbox.Mailbox)
     box.device, box._own, box._stream, box._is_quiet = torch.device("cuda", 0), None, 1, False
-    none = mailbox._Flags([], [])
+    none = rooms.Flags([], [])
     box._peers, box._there, box._here, box._all = (), none, none, (none, none)
     box.side, box.is_in_a_graph = mock.Mock(), False
     box._is_ahead, box._were_read, box.pulls = False, None, 0
@@ -231,8 +232,8 @@ def test_what_ops_are_told(monkeypatch, on_default, then_wait):
     for name in OPS:
         monkeypatch.setattr(mailbox, name, lambda *args, name=name: log.append((name, *args)))
     box, other = without_peers("keys", []), without_peers("gradients", [])
-    box._all = mailbox._Flags([10, 11], [12, 13]), mailbox._Flags([14, 15], [16, 17])
-    other._all = mailbox._Flags([20], [21]), mailbox._Flags([22], [23])
+    box._all = rooms.Flags([10, 11], [12, 13]), rooms.Flags([14, 15], [16, 17])
+    other._all = rooms.Flags([20], [21]), rooms.Flags([22], [23])
     raised, *flags = [10, 11], [14, 15], [12, 13], [16, 17]
     moves = [1, 2, 3, 4, 5]
     for opens, first in (((), []), ((box,), raised), ((box, other), [*raised, 20])):

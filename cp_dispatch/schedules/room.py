@@ -1,0 +1,115 @@
+"""Memory of a GPU that the other ranks of a group can address, with the flags they wait for.
+
+Where it lies and where each flag is. Who copies what, and when: :mod:`mailbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_dispatch._compat import symmetric_memory
+from cp_dispatch.errors import ContextParallelError
+
+#: Bytes of the flags, ahead of the room; the last four count blocks of a kernel.
+HEADER = 4096
+
+
+class Flags(NamedTuple):
+    """Addresses of the two kinds of flags, one of each for each rank."""
+
+    free: list[int]
+    full: list[int]
+
+    def of(self, ranks: Sequence[int]) -> Flags:
+        return Flags(*([addresses[rank] for rank in ranks] for addresses in self))
+
+
+class Room:
+    """``own``, from :func:`memory`, with those of the other ranks of a group, which make theirs
+    together."""
+
+    def __init__(self, group: dist.ProcessGroup, own: Tensor):
+        self._own, self._rank = own, dist.get_rank(group)
+        self.size = own.numel() - HEADER
+        ranks = range(dist.get_world_size(group))
+        self._handle = symmetric_memory.rendezvous(own, group.group_name)
+        self._memory = [self._handle.get_buffer(rank, own.shape, own.dtype) for rank in ranks]
+        self._peers = tuple(rank for rank in ranks if rank != self._rank)
+        starts = [memory.data_ptr() for memory in self._memory]
+
+        def flag(room: int, kind: int, writer: int) -> int:
+            return starts[room] + 4 * (kind * len(ranks) + writer)
+
+        # Those of this rank in the rooms of others, which it raises, and of others in its own.
+        self._there = Flags(*([flag(rank, kind, self._rank) for rank in ranks] for kind in (0, 1)))
+        self._here = Flags(*([flag(self._rank, kind, rank) for rank in ranks] for kind in (0, 1)))
+        # Of all peers, as most calls take them.
+        self._all = self._there.of(self._peers), self._here.of(self._peers)
+        #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
+        #: place, nobody freed it.
+        self.is_current = True
+        #: For views of the rooms that a user makes at each call: they never move.
+        self.views: dict[Hashable, Any] = {}
+
+    def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat part of a rank's room, ``offset`` in bytes."""
+        start = HEADER + offset
+        return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
+
+    def address(self, rank: int, offset: int) -> int:
+        """Of a place in a rank's room, ``offset`` in bytes."""
+        return self._memory[rank].data_ptr() + HEADER + offset
+
+    def move(
+        self, source: int, first: int, rows: int, rank: int, offset: int, stride: int
+    ) -> list[int]:
+        """One of the ``moves`` of :meth:`Mailbox.push_rows`: rows of the source of that number to a
+        rank's room, ``offset`` bytes from its start and ``stride`` between batch rows."""
+        return [source, first, rows, self.address(rank, offset), stride]
+
+    def forget_many(self, most: int = 64) -> None:
+        """Keep ``views`` small where shapes change all the time."""
+        if len(self.views) >= most:
+            self.views.clear()
+
+    def retire(self) -> None:
+        """Another takes its place, or nobody asks for it any more."""
+        self.is_current = False
+        self.views.clear()  # what is kept there may refer to the box
+
+    def _flags(self, peers: Sequence[int] | None) -> tuple[Flags, Flags]:
+        """Of all peers or those given: flags of this rank there, and theirs here."""
+        return self._all if peers is None else (self._there.of(peers), self._here.of(peers))
+
+
+def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
+    """Flags, which are 0, and ``size`` bytes that peers can address; where a rank has not got
+    them, all raise."""
+    found = error = None
+    missing = torch.zeros(1, dtype=torch.int64, device=device)
+    how = (HEADER + size,), (1,), torch.uint8, device
+    try:
+        try:
+            found = symmetric_memory.empty_strided_p2p(*how)
+        except RuntimeError:  # torch holds on to what tensors gave back
+            torch.cuda.empty_cache()
+            found = symmetric_memory.empty_strided_p2p(*how)
+    except RuntimeError as e:
+        error = e
+        missing += 1
+    dist.all_reduce(missing, group=group)
+    if error is not None:
+        raise error
+    if int(missing):
+        raise ContextParallelError(
+            f"{int(missing)} of {dist.get_world_size(group)} ranks had no memory for a room of "
+            f"{size / 2**20:.0f} MiB, where copy engines put what other ranks send. Leave more "
+            "free; CP_DISPATCH_COPY_ENGINES=0 does without rooms"
+        )
+    found[:HEADER].zero_()
+    return found
