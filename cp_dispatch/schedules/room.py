@@ -38,7 +38,8 @@ class Room:
         self.size = own.numel() - HEADER
         ranks = range(dist.get_world_size(group))
         self._handle = symmetric_memory.rendezvous(own, group.group_name)
-        self._memory = [self._handle.get_buffer(rank, own.shape, own.dtype) for rank in ranks]
+        shape = tuple(own.shape)
+        self._memory = [self._handle.get_buffer(rank, shape, own.dtype) for rank in ranks]
         self._peers = tuple(rank for rank in ranks if rank != self._rank)
         starts = [memory.data_ptr() for memory in self._memory]
 
