@@ -37,7 +37,7 @@ from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.groups import exists
-from cp_dispatch.kernels import Repeated
+from cp_dispatch.kernels import Repeated, without_autocast
 from cp_dispatch.ops import backward_op
 from cp_dispatch.sharding import target_placements
 
@@ -192,5 +192,6 @@ class _Attention(torch.autograd.Function):
         _, *needs = ctx.needs_input_grad
         saved = ctx.saved_tensors  # once, see cp_dispatch.ops
         recomputed.check_unwritten(saved[3])
-        grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
+        with without_autocast(grad_output):
+            grads = ctx.prepared.backward(grad_output, saved, needs[1] or needs[2])
         return None, *(g if need else None for g, need in zip(grads, needs, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 
@@ -233,6 +234,17 @@ def _unpad(tensor: Tensor, dim: int) -> Tensor:
     if tensor.size(-1) == dim:
         return tensor
     return token_major(*tensor.shape[:3], dim, like=tensor).copy_(tensor[..., :dim])
+
+
+def without_autocast(tensor: Tensor):
+    """Where autocast is on in a backward, let the products and sums in it keep their dtypes.
+
+    A forward comes from below autocast, which has cast its inputs, or from a graph guarded by it.
+    """
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def placeholder(like: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompile
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graph_order import keep_in_graph, stay_in_backward
-from cp_dispatch.kernels import job_of, no_mask_grad, placeholder, run_backward, run_forward
+from cp_dispatch.kernels import (
+    job_of,
+    no_mask_grad,
+    placeholder,
+    run_backward,
+    run_forward,
+    without_autocast,
+)
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.gradients import mask_gradient
 
@@ -84,7 +91,8 @@ def _define(backend: Backend) -> None:
         *options, key_grad, mask_grad = options
         job, schedule = job_of(backend, query, *options, backward=True)
         tensors = grad_output, query, key, value, output, logsumexp
-        return run_backward(job, schedule, *tensors, key_grad, mask_grad)
+        with without_autocast(query):
+            return run_backward(job, schedule, *tensors, key_grad, mask_grad)
 
     def forward_fake(query, key, value, *options):
         batch, heads, length, _ = query.shape

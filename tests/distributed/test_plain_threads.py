@@ -228,6 +228,23 @@ def test_forward_only_modes(mode):
     on_mesh(2, body)
 
 
+def test_a_backward_inside_autocast_is_as_exact():
+    """Its matrix products were rounded to bfloat16, of plain tensors with the math kernel."""
+
+    def body(mesh):
+        inputs = [x.requires_grad_() for x in sequences(8)]
+        with context_parallel(mesh, balancer=None):
+            loss = F.scaled_dot_product_attention(*inputs).square().sum()
+        want = torch.autograd.grad(loss, inputs, retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = torch.autograd.grad(loss, inputs)
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+
+    with only("math"):
+        on_mesh(2, body)
+
+
 def test_debug_mode_finds_ranks_that_differ(monkeypatch):
     monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
 
