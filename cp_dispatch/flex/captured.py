@@ -3,7 +3,8 @@
 A plain tensor, like a replicated DTensor, is the same on every rank. A sharded DTensor is gathered;
 what is sharded over the ranks that share the sequence lies in the layout, if there is one, and is
 put into true order. A gradient is the sum over all ranks that hold different parts of the queries,
-and placed as the tensor is.
+and placed as the tensor is. In a model of plain shards that of a plain tensor is each rank's share
+of the sum, as those of its parameters are, which FSDP and DDP reduce.
 """
 
 from __future__ import annotations
@@ -86,10 +87,14 @@ def have_gradients(joint_graph, count: int) -> list[bool]:
     return [x is not None for x in output.args[0][_ARGUMENTS:]]
 
 
-def gradient(grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part) -> Tensor | None:
+def gradient(
+    grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part, of_shards: bool
+) -> Tensor | None:
     """The gradient of a captured tensor from this rank's share of it."""
     if grad is None or not isinstance(buffer, Tensor):
         return None
+    if of_shards and not isinstance(buffer, DTensor):
+        return grad.to(buffer.dtype)
     mesh = query.device_mesh
     shares = [Partial() if isinstance(p, Shard) else Replicate() for p in query.placements]
     wide = grad.to(wide_dtype(grad.dtype)) if grad.is_floating_point() else grad

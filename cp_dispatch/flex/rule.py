@@ -185,7 +185,9 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
         _key_gradient(grad_key, call.key, local),
         _key_gradient(grad_value, call.value, local),
         tuple(
-            captured.gradient(grad, buffer, call.query, local.plan, local.part) if has else None
+            captured.gradient(grad, buffer, call.query, local.plan, local.part, options.of_shards)
+            if has
+            else None
             for grad, buffer, has in zip(of_buffers, call.score_buffers, have, strict=False)
         ),
     )

@@ -251,7 +251,8 @@ def style(env: Env, how: str, length: int = 120, around=None) -> None:
 
 
 def block(env: Env, length: int, balancer="auto", inference: bool = False) -> None:
-    """Plain calls inside ``context_parallel``, the mask among the buffers."""
+    """Plain calls inside ``context_parallel``, the mask among the buffers; of a learned bias each
+    rank has its share of the gradient, as of all parameters."""
     problem = FlexProblem("relative bias", length, block=32)
     mesh, mods = env.mesh(), problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
@@ -280,6 +281,7 @@ def block(env: Env, length: int, balancer="auto", inference: bool = False) -> No
         layout = None
     got = dict(zip(names, cp_dispatch.unshard(mesh, local, 2, layout), strict=False))
     if not inference:
+        dist.all_reduce(of_bias)
         got["dParameter"] = of_bias
     with gradients_on_cpu():
         judge_results(env, problem, got)
