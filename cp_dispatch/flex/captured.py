@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx import GraphModule
 
-from cp_dispatch._compat import is_tracing, local_tensor
+from cp_dispatch._compat import is_fake, is_tracing, local_tensor, trace_gradients
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.layouts import Balancer
@@ -73,6 +73,20 @@ def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
     shape = [1] * x.ndim
     shape[0], shape[dim] = order.shape
     return x.take_along_dim(order.long().view(shape), dim)
+
+
+def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
+    """``joint_graph``, the gradients of ``score_mod``, or traced anew where torch left what has no
+    data in it.
+
+    An uncompiled forward traces it inside of the hooks of a checkpoint around, which put tensors of
+    the trace aside and bring others; gradients were whatever was in memory, as on one device.
+    """
+    if is_tracing() or not isinstance(joint_graph, GraphModule):
+        return joint_graph
+    if not any(map(is_fake, joint_graph.buffers())):
+        return joint_graph
+    return trace_gradients(score_mod, query, buffers)
 
 
 def have_gradients(joint_graph, count: int) -> list[bool]:

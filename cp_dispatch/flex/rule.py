@@ -97,6 +97,7 @@ def rules(current_options, plain_context):
             query, key, value, MaskTuple(block_mask), score_mod_other_buffers,
             mask_mod_other_buffers,
         )  # fmt: skip
+        joint_graph = captured.gradients_of_mod(joint_graph, fw_graph, query, call.score_buffers)
         return backward(
             options, call, (out, logsumexp, grad_out, grad_logsumexp), fw_graph, joint_graph,
             scale, users(kernel_options),

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -141,6 +142,18 @@ def backward_afterwards(env: Env) -> None:
     got = {n: x.full_tensor()[:, :, back] for n, x in zip(names, grads, strict=True)}
     with gradients_on_cpu():
         judge_results(env, problem, got)
+
+
+def in_checkpoint(env: Env) -> None:
+    """Whose hooks stand around torch's trace of the gradients, which were what lay in memory."""
+
+    def attend(*args, **kwargs):
+        return torch.utils.checkpoint.checkpoint(
+            flex_attention, *args, use_reentrant=False, **kwargs
+        )
+
+    with torch.autograd.graph.save_on_cpu():  # also where the backward runs
+        judge(env, FlexProblem("relative bias", 64, batch=1), attend=attend)
 
 
 def cross(env: Env, lengths: tuple[int, int]) -> None:
@@ -463,6 +476,7 @@ _case("captured in the layout", placed_parameter, (3,), placement=Shard(0), layo
 # Ranks without rows have their part of what the others gather.
 _case("captured, shorter than the ranks", placed_parameter, (4,), placement=Shard(0), length=5)
 _case("backward afterwards", backward_afterwards, (2,))
+_case("in a checkpoint", in_checkpoint, (2,))
 _case("other lengths", cross, (3,), lengths=(96, 250))
 _case("auxiliary outputs", aux, (2,))
 for _how in ("positional", "keyword", "mixed"):
