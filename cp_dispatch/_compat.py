@@ -108,6 +108,7 @@ __all__ = [
     "sdp_priority_order",
     "put_known_sizes",
     "set_plain_kernel",
+    "trace_gradients",
     "size_hint",
     "skip_code",
     "symmetric_memory",
@@ -229,6 +230,33 @@ def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> N
 def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
     """As before :func:`add_subclass_rule`."""
     op.python_key_table.pop(kind, None)
+
+
+def trace_gradients(score_mod, query: torch.Tensor, captured: tuple):
+    """The graph of the gradients of a ``score_mod``, as torch traces it before a forward, outside
+    of all hooks and from below autograd."""
+    index = [torch.zeros((), dtype=torch.int, device=query.device) for _ in range(4)]
+    score = torch.zeros((), dtype=query.dtype, device=query.device, requires_grad=True)
+    # Imported here, for dynamo takes a second.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    # The package has the op under the module's name.
+    flex = sys.modules["torch._higher_order_ops.flex_attention"]
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with (
+        torch._C._ForceDispatchKeyGuard(included, excluded),
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),
+        torch.enable_grad(),
+        TransformGetItemToIndex(),
+    ):
+        return flex.create_fw_bw_graph(score_mod, (score, *index), captured)[1]
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 # Where a higher-order op's kernels for plain tensors are: with autograd, and in inference mode.

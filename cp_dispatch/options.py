@@ -17,16 +17,19 @@ class Options:
     Attributes:
         schedule: ``"auto"``, one of ``CHOICES``, or ``"hybrid:U"``, heads among U ranks.
         layout: a balancer, in whose order every sharded sequence lies; None for natural order.
+        of_shards: whether DTensors are made of a model's plain shards, so that gradients of its
+            plain tensors are to be each rank's share, as those of its parameters are.
     """
 
     schedule: str = "auto"
     layout: Balancer | None = None
+    of_shards: bool = False
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
         # Every call asks, and a layout of many documents takes long.
         if self._hash is None:
-            object.__setattr__(self, "_hash", hash((self.schedule, self.layout)))
+            object.__setattr__(self, "_hash", hash((self.schedule, self.layout, self.of_shards)))
         return self._hash
 
     def __post_init__(self):

@@ -32,7 +32,13 @@ from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, whole_of
 from cp_dispatch.style_mark import mark
-from cp_dispatch.toggle import current_options, enabled, plain_context, plain_shards
+from cp_dispatch.toggle import (
+    current_options,
+    enabled,
+    enabled_for_shards,
+    plain_context,
+    plain_shards,
+)
 from cp_dispatch.traced_style import map_tensors, traced_forward
 
 # Our words and the values of torch's enum.
@@ -206,9 +212,10 @@ class ContextParallel(ParallelStyle):
         uneven = context.uneven or any(length % mesh.size() for length in known)
         lengths = global_lengths(given, mesh, self.seq_dim, uneven)
         args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
-        with enabled(schedule=context.schedule, layout=context.layout(lengths[0])):
-            output = forward(module, *args, **kwargs)
         were_plain = any(not isinstance(x, DTensor) for x in given)
+        scope = enabled_for_shards if were_plain else enabled
+        with scope(context.schedule, context.layout(lengths[0])):
+            output = forward(module, *args, **kwargs)
         return map_tensors(plain, output) if were_plain else output
 
     def _found_in_flex(self, mesh: DeviceMesh, names, module: nn.Module, args, kwargs):

@@ -108,12 +108,22 @@ def enabled(schedule: str = "auto", layout=None):
         _leave(scope)
 
 
+@contextlib.contextmanager
+def enabled_for_shards(schedule: str, layout):
+    """:func:`enabled` around DTensors that are made of a model's plain shards."""
+    scope = _enter(schedule, layout, of_shards=True)
+    try:
+        yield
+    finally:
+        _leave(scope)
+
+
 # Not in the generators, which dynamo goes into: a block inside a compiled function.
 
 
 @run_uncompiled
-def _enter(schedule: str, layout) -> Scope:
-    options = _checked(schedule, layout)
+def _enter(schedule: str, layout, of_shards: bool = False) -> Scope:
+    options = _checked(schedule, layout, of_shards)
     with _lock, _undone_on_error():
         scope = _stack.push(options)
         _sync()
@@ -187,8 +197,8 @@ def _on_a_thread_of_autograd() -> bool:
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
-def _checked(schedule: str, layout) -> Options:
-    options = Options(schedule, layout)
+def _checked(schedule: str, layout, of_shards: bool = False) -> Options:
+    options = Options(schedule, layout, of_shards)
     override.refuse_beside_torchs()
     return options
 
@@ -213,7 +223,7 @@ def _sync() -> None:
         library = torch.library.Library("aten", "IMPL")
         try:
             override.install(library, _stack, _contexts, plain_context)
-            flex.install(current_options, plain_context, enabled)
+            flex.install(current_options, plain_context, enabled_for_shards)
             varlen.install(current_options, plain_context)
         except BaseException:
             withdraw(library)

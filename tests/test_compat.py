@@ -718,6 +718,20 @@ def test_set_plain_kernel(inference):
         assert torch.equal(flex_attention(x, x, x), want) and not seen
 
 
+def test_trace_gradients():
+    """From below autograd, and inside of hooks."""
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: None)
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), hooks:
+        graph = _compat.trace_gradients(
+            lambda score, b, h, q, k, weight: score.square() * weight[h], weight, (weight,)
+        )
+    zero, one = (torch.tensor(i, dtype=torch.int) for i in range(2))
+    score, tangent = torch.tensor(3.0), torch.tensor(10.0)
+    of_score, *_, of_weight = graph(score, zero, one, zero, zero, tangent, weight.detach())
+    assert of_score == 180.0 and of_weight.tolist() == [0.0, 90.0]
+
+
 def test_is_fake():
     with FakeTensorMode():
         assert _compat.is_fake(torch.ones(1))

@@ -3,7 +3,8 @@
 A plain tensor, like a replicated DTensor, is the same on every rank. A sharded DTensor is gathered;
 what is sharded over the ranks that share the sequence lies in the layout, if there is one, and is
 put into true order. A gradient is the sum over all ranks that hold different parts of the queries,
-and placed as the tensor is.
+and placed as the tensor is. In a model of plain shards that of a plain tensor is each rank's share
+of the sum, as those of its parameters are, which FSDP and DDP reduce.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx import GraphModule
 
-from cp_dispatch._compat import is_tracing, local_tensor
+from cp_dispatch._compat import is_fake, is_tracing, local_tensor, trace_gradients
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.layouts import Balancer
@@ -74,6 +75,20 @@ def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
     return x.take_along_dim(order.long().view(shape), dim)
 
 
+def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
+    """``joint_graph``, the gradients of ``score_mod``, or traced anew where torch left what has no
+    data in it.
+
+    An uncompiled forward traces it inside of the hooks of a checkpoint around, which put tensors of
+    the trace aside and bring others; gradients were whatever was in memory, as on one device.
+    """
+    if is_tracing() or not isinstance(joint_graph, GraphModule):
+        return joint_graph
+    if not any(map(is_fake, joint_graph.buffers())):
+        return joint_graph
+    return trace_gradients(score_mod, query, buffers)
+
+
 def have_gradients(joint_graph, count: int) -> list[bool]:
     """Which of so many captured tensors ``score_mod``'s backward has gradients of.
 
@@ -86,10 +101,14 @@ def have_gradients(joint_graph, count: int) -> list[bool]:
     return [x is not None for x in output.args[0][_ARGUMENTS:]]
 
 
-def gradient(grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part) -> Tensor | None:
+def gradient(
+    grad: Tensor | None, buffer, query: DTensor, plan: FlexPlan, part, of_shards: bool
+) -> Tensor | None:
     """The gradient of a captured tensor from this rank's share of it."""
     if grad is None or not isinstance(buffer, Tensor):
         return None
+    if of_shards and not isinstance(buffer, DTensor):
+        return grad.to(buffer.dtype)
     mesh = query.device_mesh
     shares = [Partial() if isinstance(p, Shard) else Replicate() for p in query.placements]
     wide = grad.to(wide_dtype(grad.dtype)) if grad.is_floating_point() else grad

@@ -80,6 +80,9 @@ class LocalFlex:
 
     @once
     def group_name(self) -> str:
+        # Where no keys move, ranks without rows would not come to make a group with the others.
+        if not self._moves_keys:
+            return ""
         return ring_group_name(self.call.query.device_mesh, self.plan.mesh_dims)
 
     @property

@@ -97,6 +97,7 @@ def rules(current_options, plain_context):
             query, key, value, MaskTuple(block_mask), score_mod_other_buffers,
             mask_mod_other_buffers,
         )  # fmt: skip
+        joint_graph = captured.gradients_of_mod(joint_graph, fw_graph, query, call.score_buffers)
         return backward(
             options, call, (out, logsumexp, grad_out, grad_logsumexp), fw_graph, joint_graph,
             scale, users(kernel_options),
@@ -185,7 +186,9 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
         _key_gradient(grad_key, call.key, local),
         _key_gradient(grad_value, call.value, local),
         tuple(
-            captured.gradient(grad, buffer, call.query, local.plan, local.part) if has else None
+            captured.gradient(grad, buffer, call.query, local.plan, local.part, options.of_shards)
+            if has
+            else None
             for grad, buffer, has in zip(of_buffers, call.score_buffers, have, strict=False)
         ),
     )

@@ -93,7 +93,11 @@ def options_of_graph() -> Options | None:
 def _several(graph: _Graph) -> str:
     if len(graph.found) < 2:
         return ""
-    words = " and ".join(f"schedule={x.schedule!r}, layout={x.layout!r}" for x in graph.found)
+    words = " and ".join(
+        f"schedule={x.schedule!r}, layout={x.layout!r}, of "
+        f"{'plain shards' if x.of_shards else 'DTensors'}"
+        for x in graph.found
+    )
     return (
         "one compiled graph holds calls of flex_attention in ContextParallel(attention_type="
         f"'flex') and others under other options: {words}. Give them the same, or compile the "

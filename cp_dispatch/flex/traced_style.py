@@ -57,7 +57,7 @@ def _flex_shard(query, style):
         )
     context, dim = _entered[style]
     length = int(query.shape[dim]) * context.mesh.size()  # a graph is of one length
-    traced_calls.know(style, Options(context.schedule, context.layout(length)))
+    traced_calls.know(style, Options(context.schedule, context.layout(length), True))
     return torch.ops.aten.alias(query)
 
 

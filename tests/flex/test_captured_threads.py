@@ -91,6 +91,28 @@ def test_gradients_where_a_rank_has_no_rows(grouped):
                 torch.testing.assert_close(mine, true)
 
 
+def test_whole_keys_where_a_rank_has_no_rows():
+    """Over two mesh dims, whose ranks would make a group: the others waited for it there."""
+    inputs = tensors(2)
+    mask = create_block_mask(causal, None, None, 2, 2, "cpu")
+
+    def body(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        placed = [Shard(2)] * 2, [Replicate()] * 2, [Replicate()] * 2
+        mine = [distribute(x, mesh, p) for x, p in zip(inputs, placed, strict=True)]
+        mine = [x.requires_grad_() for x in mine]
+        with cp_dispatch.enabled():
+            out = attend(mine, lambda score, b, h, q, k: score, (), mask)
+            return [x.full_tensor() for x in (out, *torch.autograd.grad(out, mine, out.detach()))]
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = dense(leaves, lambda score, b, h, q, k: score, (), causal)
+    want = [out, *torch.autograd.grad(out, leaves, out.detach())]
+    for got in run_threads(4, body, timeout=20):
+        for mine, true in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, true)
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
 def test_inference_mode(placement):
     """Of a DTensor from outside of it torch makes no view there."""

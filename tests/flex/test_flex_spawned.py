@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -143,6 +144,18 @@ def backward_afterwards(env: Env) -> None:
         judge_results(env, problem, got)
 
 
+def in_checkpoint(env: Env) -> None:
+    """Whose hooks stand around torch's trace of the gradients, which were what lay in memory."""
+
+    def attend(*args, **kwargs):
+        return torch.utils.checkpoint.checkpoint(
+            flex_attention, *args, use_reentrant=False, **kwargs
+        )
+
+    with torch.autograd.graph.save_on_cpu():  # also where the backward runs
+        judge(env, FlexProblem("relative bias", 64, batch=1), attend=attend)
+
+
 def cross(env: Env, lengths: tuple[int, int]) -> None:
     """Queries and keys of different lengths, and gradients of some inputs alone."""
     generator = torch.Generator().manual_seed(0)
@@ -251,7 +264,8 @@ def style(env: Env, how: str, length: int = 120, around=None) -> None:
 
 
 def block(env: Env, length: int, balancer="auto", inference: bool = False) -> None:
-    """Plain calls inside ``context_parallel``, the mask among the buffers."""
+    """Plain calls inside ``context_parallel``, the mask among the buffers; of a learned bias each
+    rank has its share of the gradient, as of all parameters."""
     problem = FlexProblem("relative bias", length, block=32)
     mesh, mods = env.mesh(), problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
@@ -280,6 +294,7 @@ def block(env: Env, length: int, balancer="auto", inference: bool = False) -> No
         layout = None
     got = dict(zip(names, cp_dispatch.unshard(mesh, local, 2, layout), strict=False))
     if not inference:
+        dist.all_reduce(of_bias)
         got["dParameter"] = of_bias
     with gradients_on_cpu():
         judge_results(env, problem, got)
@@ -461,6 +476,7 @@ _case("captured in the layout", placed_parameter, (3,), placement=Shard(0), layo
 # Ranks without rows have their part of what the others gather.
 _case("captured, shorter than the ranks", placed_parameter, (4,), placement=Shard(0), length=5)
 _case("backward afterwards", backward_afterwards, (2,))
+_case("in a checkpoint", in_checkpoint, (2,))
 _case("other lengths", cross, (3,), lengths=(96, 250))
 _case("auxiliary outputs", aux, (2,))
 for _how in ("positional", "keyword", "mixed"):
