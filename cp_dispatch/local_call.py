@@ -214,10 +214,14 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
     if layouts[0] == layouts[1] and fits:
         return layouts[0]
     if order_matters:
+        ranks, both = context.mesh.size(), zip(layouts, lengths, strict=True)
+        given_whole = any(x is not None and x.seq_len * ranks == n for x, n in both)
         refuse(
             context, call,
-            f"query has {lengths[0]} positions, key {lengths[1]}, in the layouts {layouts}; "
-            "is_causal and masks need both in one layout of their length, or balancer=None",
+            f"the rows of {ranks} ranks make {lengths[0]} positions of the query and {lengths[1]} "
+            f"of the key, in the layouts {layouts}; is_causal and masks need both in one layout of "
+            "their length, or balancer=None"
+            + "; pass this rank's rows (cp_dispatch.shard), not the whole sequence" * given_whole,
         )  # fmt: skip
     return None
 

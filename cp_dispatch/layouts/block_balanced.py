@@ -71,8 +71,8 @@ class BlockBalanced(Balancer):
             raise ContextParallelError(
                 f"{self.blocks} blocks of {self.block_size} positions cannot be shared equally by "
                 f"{self.world_size} ranks. Make the sequence a multiple of {self.world_size} x "
-                f"{self.block_size} = {self.world_size * self.block_size} positions long, or use "
-                "smaller blocks"
+                f"{self.block_size} = {self.world_size * self.block_size} positions long, or give "
+                "a smaller block_size"
             )
 
     @classmethod
@@ -96,7 +96,7 @@ class BlockBalanced(Balancer):
             raise ContextParallelError(
                 f"{length} positions are no whole blocks of {block_size}. Make the sequence a "
                 f"multiple of {world_size} x {block_size} = {each} positions long, by a last "
-                "document of padding, or use smaller blocks"
+                "document of padding, or give a smaller block_size"
             )
         work = []
         for lengths in rows:

@@ -88,6 +88,15 @@ def test_forms_are_refused():
             attend(x, x, forward_ad.make_dual(x, x))
 
 
+def test_the_whole_sequence_given_for_a_shard_is_told_from_other_lengths():
+    whole, attend = sequences(8)[0], F.scaled_dot_product_attention
+    with fake_ranks(2) as mesh, context_parallel(mesh, balancer=HeadTail(8, 2)):
+        with pytest.raises(ContextParallelError, match="make 16 positions .* not the whole seq"):
+            attend(whole, whole, whole, is_causal=True)
+        with pytest.raises(ContextParallelError, match="make 12 positions .* balancer=None.\n"):
+            attend(*[whole[:, :, :6]] * 3, is_causal=True)
+
+
 def test_what_ranks_have_to_tell_each_other_is_refused_in_traces():
     x, keys = sequences(4)[0], torch.ones(1, 1, 1, 4, dtype=torch.bool)
     attend = make_fx(F.scaled_dot_product_attention)
