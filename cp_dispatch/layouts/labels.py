@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.balancer import Balancer
@@ -38,8 +39,14 @@ def next_token_labels(
         int64 of the shape of ``tokens``; the last position is ``ignore_index``.
 
     Raises:
-        ContextParallelError: where lengths or batch rows do not fit the tokens.
+        ContextParallelError: where lengths or batch rows do not fit the tokens, and for what is no
+            plain tensor.
     """
+    if not isinstance(tokens, torch.Tensor) or isinstance(tokens, DTensor):
+        raise ContextParallelError(
+            f"tokens must be a plain tensor of the whole sequence, got a {type(tokens).__name__}; "
+            "labels are made before tokens become DTensors or shards"
+        )
     if tokens.ndim == 0 or tokens.is_floating_point():
         raise ContextParallelError(
             f"tokens must be integers of shape (..., S), got {tokens.dtype} of shape "

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch import (
     BlockBalanced,
@@ -15,6 +16,7 @@ from cp_dispatch import (
     shard,
 )
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks
 
 VOCABULARY = 17
 
@@ -83,6 +85,7 @@ def test_loss_is_one_devices(world_size, length):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (([1, 2],), "plain tensor of the whole sequence, got a list"),
         ((torch.ones(2, 4),), r"must be integers of shape \(..., S\), got torch.float32"),
         ((torch.tensor(3),), r"got torch.int64 of shape \[\]"),
         ((torch.arange(4), HeadTail(8, 2)), "is for 8 positions, tokens have 4"),
@@ -93,3 +96,10 @@ def test_loss_is_one_devices(world_size, length):
 def test_refusals(arguments, message):
     with pytest.raises(ContextParallelError, match=message):
         next_token_labels(*arguments)
+
+
+def test_dtensors_are_refused():
+    with fake_ranks(2) as mesh:
+        tokens = DTensor.from_local(torch.arange(4), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(ContextParallelError, match="whole sequence, got a DTensor"):
+            next_token_labels(tokens)
