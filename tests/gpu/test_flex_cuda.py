@@ -12,8 +12,10 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
@@ -200,10 +202,12 @@ def auxiliary(env: Env) -> None:
         torch.testing.assert_close(a.full_tensor(), b)
 
 
-def uncompiled(env: Env) -> None:
-    problem = FlexProblem("relative bias", 200)
+def uncompiled(env: Env, recomputed: bool = False) -> None:
+    problem, attend = FlexProblem("relative bias", 200), flex_attention
+    if recomputed:
+        attend = functools.partial(checkpoint, flex_attention, use_reentrant=False)
     with cp_dispatch.enabled():
-        got = run_sharded(problem, env.mesh())
+        got = run_sharded(problem, env.mesh(), attend=attend)
     check(got, exact(problem, env.device), one_device(problem, env.device))
 
 
@@ -275,6 +279,8 @@ def plain_in_a_block(env: Env, kind: str, balancer: str | None) -> None:
             asked = leaves if mods.parameter is None else [*leaves, mods.parameter]
             grads = torch.autograd.grad(results, asked, tensors[3:])
             local = [x.detach().clone() for x in (*results, *grads[:3])]
+        for share in grads[3:]:
+            dist.all_reduce(share)
         layout = HeadTail(problem.length, env.world_size) if balancer else None
         whole = cp_dispatch.unshard(env.mesh(), local, 2, layout)
         got = dict(zip(NAMES, [*whole, *grads[3:]], strict=False))
@@ -447,6 +453,7 @@ _case("captured, many runs", captured, layout=many_runs)
 _case("model", model_in_one_graph)
 _case("auxiliary outputs", auxiliary)
 _case("uncompiled", uncompiled)
+_case("uncompiled in a checkpoint", uncompiled, recomputed=True)
 _case("kernel options", kernel_options)
 _case("memory", memory)
 _case("groups, memory", by_groups, inner=memory, layout=True, grouped=True)

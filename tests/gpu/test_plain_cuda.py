@@ -77,6 +77,22 @@ def recomputed_inside_the_block(env: Env) -> None:
     check(whole, exact(problem, tensors), yardstick(problem, tensors, "flash"))
 
 
+def backward_inside_autocast(env: Env, kernel: str) -> None:
+    """What the forward ran in counts: gradients are float32's, not those of products in bfloat16,
+    with up to what atomic sums differ by."""
+    problem = Problem(batch=2, length=512, dim=64, dtype=torch.float32, causal=True)
+    inputs = [
+        x.requires_grad_()
+        for x in cp_dispatch.shard(env.mesh(), problem.tensors(env.device), 2)[:3]
+    ]
+    with only(kernel), context_parallel(env.mesh(), balancer=None):
+        loss = problem.attend(*inputs).square().sum()
+    want = torch.autograd.grad(loss, inputs, retain_graph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        got = torch.autograd.grad(loss, inputs)
+    torch.testing.assert_close(got, want)
+
+
 def causal_lower_right_does_not_stay_local(env: Env) -> None:
     own = [torch.randn(1, 2, 64, 64, device=env.device, dtype=torch.bfloat16) for _ in range(3)]
     bias = causal_lower_right(64, 128)
@@ -108,6 +124,12 @@ CASES = {
             (Mask("bhqk", None), (2,)),
         )
         for balancer in ("auto", None)
+    },
+    **{
+        f"{kernel}, backward inside autocast": functools.partial(
+            backward_inside_autocast, kernel=kernel
+        )
+        for kernel in ("efficient", "math")
     },
     "style": by_style,
     "recomputed inside the block": recomputed_inside_the_block,
