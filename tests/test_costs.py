@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, planner
 from cp_dispatch.__main__ import main
-from cp_dispatch.costs import Constants, Curve, Links, constants_of, kind_of, predict
+from cp_dispatch.costs import Constants, Curve, Links, calibrate, constants_of, kind_of, predict
 from cp_dispatch.costs.constants import KERNELS
 from cp_dispatch.costs.model import WHOLE_WAY
 from cp_dispatch.planner import alternatives, choose, of_two, with_predictions
@@ -94,6 +94,11 @@ def test_calibrate_writes_no_tries_into_the_package(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["calibrate"]) == 2
     assert "torch sees none" in capsys.readouterr().err
+
+
+def test_calibrate_of_a_host_wants_the_rest():
+    with pytest.raises(ContextParallelError, match="there are none of cpu; run calibrate without"):
+        calibrate._known(torch.device("cpu"))
 
 
 def test_floors_grow_with_ranks():

@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 4 -m cp_dispatch calibrate
 
 Runs on all GPUs of one host, takes a few minutes, and writes ``cp_dispatch/costs/<kind>.json``.
+``--host`` measures only what a call costs this host, in half a minute, and keeps the rest.
+
 Each number is the median of rounds on the slowest rank, by CUDA events (on CPU by the host's
 clock).
 """
@@ -10,6 +12,7 @@ clock).
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import pathlib
@@ -21,7 +24,14 @@ import torch.distributed as dist
 
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.costs.clock import HEADS, Clock, inputs, tensor
-from cp_dispatch.costs.constants import FOLDER, KERNELS, Constants, Curve, kind_of
+from cp_dispatch.costs.constants import (
+    FOLDER,
+    KERNELS,
+    Constants,
+    Curve,
+    constants_of,
+    kind_of,
+)
 from cp_dispatch.costs.floors import measure_floors
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.merge import merge_partials
@@ -40,7 +50,7 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
     """The constants of the GPUs of all ranks, of one kind and on one host. Collective."""
     clock = Clock(device, 2 if quick else 7)
     ring = Ring.of(dist.group.WORLD, device)
-    backends = [b for b in BACKENDS.values() if device.type in b.devices and not b.holds_scores]
+    backends = _measured_backends(device)
     found = {}
     for backend in backends:
         say(f"kernels of {backend.name}")
@@ -55,7 +65,7 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
     moves = dict(_moves(ring, SIZES[quick], clock))
     say("copies, merges, kernels beside collectives, calls with next to no work")
     return Constants(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        device=_name(device),
         about={
             "torch": torch.__version__, "cuda": torch.version.cuda,
             "date": datetime.date.today().isoformat(), "ranks": ring.world_size,
@@ -64,11 +74,48 @@ def measure(device: torch.device, quick: bool = False, say=lambda words: None) -
         moves=moves,
         copy=Curve(_copies(SIZES[quick], clock)),
         merge=Curve(_merges(SIZES[quick], clock)),
-        floors=measure_floors(
-            ring.world_size, backends, max(DIMS[quick]), Clock(device, 2), 1 if quick else 15
-        ),
+        floors=_floors(ring.world_size, device, quick),
         slowdown=_slowdown(ring, backends[0], clock),
     )  # fmt: skip
+
+
+def measure_host(
+    device: torch.device, constants: Constants, quick: bool = False, say=lambda words: None
+) -> Constants:
+    """``constants`` with the floors of this host, all else as it was. Collective."""
+    say("calls with next to no work")
+    ranks = dist.get_world_size()
+    floors = f"{ranks} ranks, torch {torch.__version__}, {datetime.date.today().isoformat()}"
+    return dataclasses.replace(
+        constants,
+        device=_name(device),
+        about={**constants.about, "floors": floors},
+        floors=_floors(ranks, device, quick),
+    )
+
+
+def _floors(ranks: int, device: torch.device, quick: bool) -> dict:
+    backends, passes = _measured_backends(device), 1 if quick else 15
+    return measure_floors(ranks, backends, max(DIMS[quick]), Clock(device, 2), passes)
+
+
+def _measured_backends(device: torch.device) -> list:
+    return [b for b in BACKENDS.values() if device.type in b.devices and not b.holds_scores]
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _known(device: torch.device) -> Constants:
+    kind = kind_of(_name(device))
+    constants = constants_of(kind)
+    if constants is None:
+        raise ContextParallelError(
+            f"--host keeps all other constants of a kind of GPU, and there are none of {kind}; run "
+            "calibrate without it"
+        )
+    return constants
 
 
 def _kernels(backend, dim: int, heads: int, lengths, clock: Clock) -> Iterable[tuple[str, Curve]]:
@@ -213,6 +260,8 @@ def _slowdown(ring: Ring, backend, clock: Clock) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=pathlib.Path, help="default: in the package")
+    words = "only what calls cost this host, in half a minute; kernels and moves stay as measured"
+    parser.add_argument("--host", action="store_true", help=words)
     words = "a few small sizes: a try, no result; with -o"
     parser.add_argument("--quick", action="store_true", help=words)
 
@@ -242,7 +291,10 @@ def run(arguments: argparse.Namespace) -> None:
             torch.cuda.set_device(device)
         first = dist.get_rank() == 0
         say = (lambda words: print(words, flush=True)) if first else (lambda words: None)
-        constants = measure(device, arguments.quick, say)
+        if arguments.host:
+            constants = measure_host(device, _known(device), arguments.quick, say)
+        else:
+            constants = measure(device, arguments.quick, say)
         path = arguments.output or FOLDER / f"{kind_of(constants.device)}.json"
         if first:
             path.write_text(constants.to_json())

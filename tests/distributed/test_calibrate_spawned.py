@@ -41,6 +41,13 @@ def quick(env: Env) -> None:
             for wish in CHOICES:
                 prediction = predict(settle(base, wish, env.device.type), constants)
                 assert all(0 < seconds < 60 for seconds in prediction), (wish, prediction)
+    known = dataclasses.replace(constants, floors={}, slowdown=7.0)
+    host = calibrate.measure_host(env.device, known, quick=True)
+    assert host.slowdown == 7.0 and host.kernels == known.kernels
+    assert host.about["floors"].startswith("2 ranks, torch") and known.about == constants.about
+    assert {b: set(floors) for b, floors in host.floors.items()} == {
+        b: set(floors) for b, floors in constants.floors.items()
+    }
 
 
 CASES = {"quick": quick}
