@@ -82,7 +82,12 @@ class _Accumulator:
             first, last = group[0], group[-1]
             where = first.row, first.start, last.stop
             held, left = first.source, first.left - 1
-            if held is None:
+            if held is None and left == 0 and tensors[0].size(2) < self._length:
+                # All that these rows get. Some rows alone are no result, and here, not in the end,
+                # their memory is the next kernel's.
+                target = self._target(None, final=True)
+                self._copy(given.view(*where), target.view(*where))
+            elif held is None:
                 target = given
             else:
                 target = self._target(held, final=left == 0)
@@ -141,9 +146,13 @@ class _Accumulator:
             if segment.source is None:
                 self._clear(final.view(*where))
             elif segment.source is not final:
-                for into, x in zip(final.view(*where), segment.source.view(*where), strict=True):
-                    into.copy_(x)
+                self._copy(segment.source.view(*where), final.view(*where))
         return final.tensors
+
+    @staticmethod
+    def _copy(tensors: list[Tensor], into: list[Tensor]) -> None:
+        for x, place in zip(tensors, into, strict=True):
+            place.copy_(x)
 
 
 class OutputAccumulator(_Accumulator):

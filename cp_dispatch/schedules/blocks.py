@@ -32,6 +32,7 @@ def forward_block(
             _dropout_factors(job, tile_query, tile),
         )
         result.add(out, lse, tile)
+        del out, lse  # the next kernel may have their memory
 
 
 def backward_block(
@@ -67,6 +68,7 @@ def backward_block(
         shares.append(KeyShare(dk, dv, tile.key_start, tile.row))
         if mask_grad is not None:
             _add_mask_tile(job, mask_grad, tile, dbias)
+        del dq, dbias
     return shares
 
 

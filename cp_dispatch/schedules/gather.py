@@ -106,14 +106,15 @@ class _Gather:
 
 
 def shares_of_keys(
-    job: Job, query: Tensor, key: Tensor, value: Tensor, parcels=parcels_of
-) -> KeyShares:
+    job: Job, query: Tensor, key: Tensor, value: Tensor, parcels=parcels_of,
+    owners: int | None = None,
+) -> KeyShares:  # fmt: skip
     """For the shares of dK and dV of gathered keys, in whose room they come."""
     dtype = job.backend.gradient_dtype(key.dtype)
     nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
     # Before keys are in that room, for it may have to become larger. Nor may it do so for keys once
     # shares have it, as where the forward's room was freed.
-    job.ring.mailbox(ROOM, room_bytes(key, value, job.ring.world_size))
+    job.ring.mailbox(ROOM, room_bytes(key, value, owners or job.ring.world_size))
     return KeyShares(key, value, job.geometry, job.ring, dtype, parcels, nothing, ROOM)
 
 

@@ -23,13 +23,16 @@ Slots = Callable[[Geometry, int, int], tuple[int, ...]]
 
 
 def gathered_keys(
-    key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, slots: Slots = slots_of
-) -> GatheredKeys | PushedKeys:
-    """The keys of all ranks, on their way once the result's ``coming()`` is entered."""
-    box = ring.mailbox(ROOM, room_bytes(key, value, ring.world_size))
+    key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, slots: Slots = slots_of,
+    owners: int | None = None,
+) -> GatheredKeys | PushedKeys:  # fmt: skip
+    """The keys of all ranks, on their way once the result's ``coming()`` is entered. Peers that
+    push need room for those of the first ``owners`` ranks alone, where no others are seen."""
+    owners = owners or ring.world_size
+    box = ring.mailbox(ROOM, room_bytes(key, value, owners))
     if box is None:
         return GatheredKeys(key, value, plan_of(geometry, ring.rank).pieces, ring)
-    return PushedKeys(key, value, geometry, ring, box, slots)
+    return PushedKeys(key, value, geometry, ring, box, slots, owners)
 
 
 class GatheredKeys:
@@ -94,19 +97,20 @@ class GatheredKeys:
 class PushedKeys:
     """Keys and values of all ranks, each put by its owner where others need it.
 
-    The room has the keys ``(B, pieces * ranks * positions, Hkv, D)`` and the values after them. A
+    The room has the keys ``(B, pieces * owners * positions, Hkv, D)`` and the values after them. A
     piece that a rank does not see is not sent there, and its place is left as it was.
     """
 
     def __init__(
-        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox, slots: Slots
-    ):
+        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox,
+        slots: Slots, owners: int,
+    ):  # fmt: skip
         self._tensors, self._box = (key, value), box
         place = geometry, key.shape, value.shape, key.dtype, slots
         rooms = box.views.get(place)
         if rooms is None:
             box.forget_many()
-            rooms = box.views[place] = _Rooms(key, value, geometry, ring, box, slots)
+            rooms = box.views[place] = _Rooms(key, value, geometry, ring, box, slots, owners)
         self._rooms = rooms
 
     @contextlib.contextmanager
@@ -132,32 +136,33 @@ class _Rooms:
     comes, ``(B, Hkv, S, D)``."""
 
     def __init__(
-        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox, slots: Slots
-    ):
+        self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox,
+        slots: Slots, owners: int,
+    ):  # fmt: skip
         pieces = plan_of(geometry, ring.rank).pieces
         size = key.size(2) // pieces
         own, starts, end = [], [], 0
         for tensor in (key, value):
             batch, heads, length, dim = tensor.shape
-            shape = batch, ring.world_size * length, heads, dim
+            shape = batch, owners * length, heads, dim
             view = box.at(ring.rank, end, math.prod(shape), tensor.dtype).view(shape)
             own.append(view.transpose(1, 2))
             starts.append(end)
-            end += aligned(ring.world_size * tensor.nbytes)
+            end += aligned(owners * tensor.nbytes)
         self.own, self.moves = tuple(own), []
         for step in range(ring.world_size):
             # No two ranks push to one at a time; the nearest first, oneself last.
             peer = (ring.rank + 1 + step) % ring.world_size
             for piece in slots(geometry, peer, ring.rank):
-                slot = ((pieces - 1 - piece) * ring.world_size + ring.rank) * size
+                slot = ((pieces - 1 - piece) * owners + ring.rank) * size
                 for index, tensor in enumerate((key, value)):
                     row = tensor.size(1) * tensor.size(3) * tensor.itemsize
                     self.moves += box.move(
                         index, piece * size, size, peer, starts[index] + slot * row,
-                        ring.world_size * key.size(2) * row,
+                        owners * key.size(2) * row,
                     )  # fmt: skip
 
 
-def room_bytes(key: Tensor, value: Tensor, world_size: int) -> int:
-    """Of the keys and values of all ranks."""
-    return sum(aligned(world_size * x.nbytes) for x in (key, value))
+def room_bytes(key: Tensor, value: Tensor, owners: int) -> int:
+    """Of the keys and values of as many ranks."""
+    return sum(aligned(owners * x.nbytes) for x in (key, value))

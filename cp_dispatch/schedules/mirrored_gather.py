@@ -123,7 +123,7 @@ class _MirroredGather:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         mine = _Mine(job, query, False)
         swap = mine.swap(query)
-        keys = gathered_keys(key, value, job.geometry, job.ring, slots_before)
+        keys = gathered_keys(key, value, job.geometry, job.ring, slots_before, mine.owners)
         dtype = job.backend.output_dtype(query.dtype)
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
         shares, value_dim = mine.shares, value.size(-1)
@@ -170,10 +170,10 @@ class _MirroredGather:
         mine = _Mine(job, query, True)
         sums = None
         if key_grad:
-            sums = shares_of_keys(job, query, key, value, parcels_before)
+            sums = shares_of_keys(job, query, key, value, parcels_before, mine.owners)
         rows = grad_output, query, output, logsumexp
         swap = mine.swap(*rows)
-        keys = gathered_keys(key, value, job.geometry, job.ring, slots_before)
+        keys = gathered_keys(key, value, job.geometry, job.ring, slots_before, mine.owners)
         shares, dtype = mine.shares, job.backend.gradient_dtype(query.dtype)
         query_grad = QueryGradient(query, shares.of_rows)
 
@@ -220,6 +220,8 @@ class _Mine:
         self._ring, self._gives, self._takes = job.ring, bool(shares.given), bool(shares.mirrors)
         self._query, self._half = query, query.size(2) // 2
         self.shares = shares if query.numel() else Shares()
+        #: Ranks whose keys others see: the last one's are before nobody's rows.
+        self.owners = job.geometry.world_size - 1
 
     def swap(self, *tensors: Tensor) -> Swap:
         """The second halves of tensors of this rank's rows for those of the mirror's."""

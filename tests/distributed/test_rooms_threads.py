@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -220,6 +221,24 @@ def test_gather_moves_what_is_needed(rooms):
     shares = [6 / 2, 6 / 2, 6 / 2, 3 / 2]
     found = sent(rooms, "gather", HeadTail(64, 4))
     assert found == {"keys": [x + y for x, y in zip(keys, shares, strict=True)]}
+
+
+@pytest.mark.parametrize("layout, shards", [(None, 3), (HeadTail(64, 4), 4)])
+def test_room_for_keys_that_some_rank_sees(rooms, layout, shards):
+    """In natural order nobody sees the last rank's."""
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        local = [torch.randn(1, 2, 16, 8) for _ in range(3)]
+        with cp_dispatch.enabled(schedule="gather", layout=layout):
+            F.scaled_dot_product_attention(
+                *(DTensor.from_local(x, mesh, [Shard(2)]) for x in local), is_causal=True
+            )
+        return sum(x.nbytes for x in local[1:])
+
+    with only("cpu_flash"):
+        (shard,) = set(run_threads(4, rank_body))
+    assert {size / shard for _, name, size in rooms._rooms if name == "keys"} == {shards}
 
 
 def test_gather_of_all_moves_all(rooms):

@@ -1,5 +1,7 @@
 """Partial results of any windows of rows, put together: outputs and gradients."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from cp_dispatch.layouts import Tile
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import accumulate
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
+from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.job import Job
 from tests.test_merge import DTYPES, INF, SHAPE, assert_as_good, formula64, partial, wide
 
 
@@ -220,3 +224,34 @@ def test_what_a_kernel_gave_serves_if_it_is_no_part_of_more(larger):
     found, _ = result.finish()
     assert (found.data_ptr() == buffer.data_ptr()) == (not larger)
     assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_a_kernel_has_the_memory_of_those_before_it():
+    """What a kernel gave for some rows alone is gone when the next one runs."""
+    alive: list[weakref.ref] = []
+
+    class Kernels:
+        def forward(self, query, *rest):
+            assert not any(ref() is not None for ref in alive)
+            out = torch.ones(query.transpose(1, 2).shape).transpose(1, 2)
+            alive.append(weakref.ref(out))
+            return out, torch.zeros(query.shape[:3])
+
+        def backward(self, grad_output, query, key, value, *rest):
+            assert not any(ref() is not None for ref in alive)
+            grads = [
+                torch.ones(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value)
+            ]
+            alive.append(weakref.ref(grads[0]))
+            return *grads, None
+
+    job, x = Job(Kernels(), None, 1.0), torch.ones(SHAPE)
+    tiles = (window(0, 4), window(4, 6))
+    result = OutputAccumulator(x, SHAPE[3], tiles, x.dtype, x.dtype)
+    forward_block(job, x, x, x, tiles, result)
+    out, lse = result.finish()
+    assert len(alive) == 2 and torch.equal(out, x) and not lse.any()
+    alive.clear()
+    grad = QueryGradient(x, tiles)
+    backward_block(job, x, x, x, x, x, lse, tiles, grad, None)
+    assert len(alive) == 2 and torch.equal(grad.finish(), x)
