@@ -6,7 +6,7 @@ heads of all rows comes, one kernel computes, and a message with all heads of ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -93,10 +93,14 @@ class _Way:
             tensors, _ = packed_heads(self._parts, tensors, True)
         self._box.push_heads(tensors, self._numbers, True)
 
-    def _bring_home(self, pieces: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``; into own rows. The
-        push waits until what came out has been read."""
+    def _send_home(self, *pieces: Tensor) -> None:
+        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``. The push waits until
+        what came out has been read."""
         self._box.push_heads([as_heads(x) for x in pieces], self._numbers_home, True)
+
+    def _collect(self, *results: Tensor) -> None:
+        """All heads of own rows, into ``results``; which are made when what was sent home is gone,
+        and have its memory."""
         if self._results is None:
             whole = [x.unsqueeze(-1) if x.dim() == 3 else x for x in results]
             views = [x.unflatten(1, (len(y), -1)).transpose(0, 1)
@@ -113,10 +117,11 @@ class _Forward(_Way):
         self._send(query, key, value)
         out, lse = self._backend.forward(*self._own, None, self._is_causal, self._scale)
         dtype, lse_dtype = (part.dtype for part in self._home.parts)
-        pieces = to_token_major(out, dtype), lse.to(lse_dtype)
+        self._send_home(to_token_major(out, dtype), lse.to(lse_dtype))
+        del out, lse
         output = token_major(*query.shape[:3], value.size(3), like=query, dtype=dtype)
         logsumexp = query.new_empty(query.shape[:3], dtype=lse_dtype)
-        self._bring_home(pieces, (output, logsumexp))
+        self._collect(output, logsumexp)
         return output, logsumexp
 
 
@@ -130,7 +135,8 @@ class _Backward(_Way):
         dq, dk, dv, _ = self._backend.backward(
             go, q, k, v, out, lse.squeeze(-1), None, self._is_causal, self._scale
         )
-        pieces = to_token_major(dq, query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-        results = [token_major(*x.shape, like=x) for x in (query, key, value)]
-        self._bring_home(pieces, results)
-        return tuple(results)
+        self._send_home(to_token_major(dq, query.dtype), dk.to(key.dtype), dv.to(value.dtype))
+        del dq, dk, dv
+        results = tuple(token_major(*x.shape, like=x) for x in (query, key, value))
+        self._collect(*results)
+        return results

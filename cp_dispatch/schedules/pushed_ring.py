@@ -4,7 +4,8 @@ Every owner puts its keys where the rank that needs them at the next hop compute
 its own tensors, and every rank puts its share of dK and dV where their owner adds it up. So nothing
 is passed on, hops wait for no chain, what nobody needs does not move, and shares travel in the
 kernels' dtype: at hop h rank r computes with the keys of rank r - h, as in the ring that passes
-them on. Rooms hold two key/value shards and two of their gradients; the sum is wide, beside them.
+them on. Rooms hold two key/value shards and two of their gradients, one of each for two ranks; the
+sum is wide, beside them.
 
 Where a hop has several tiles of the same keys, as in layouts by documents or blocks, their sum
 travels wide: rounded to 16 bits it would be rounded once more than a ring that passes sums on does
@@ -30,9 +31,14 @@ from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.pair import Pair
 
 
+def places(world_size: int) -> int:
+    """Shards that a room holds, which hops take by turns."""
+    return max(1, min(2, world_size - 1))
+
+
 class _Hops:
-    """Whom a rank sends to and hears from at each hop, and where in the rooms: they hold two
-    ``pair``s of the longest shard, which hops take by turns."""
+    """Whom a rank sends to and hears from at each hop, and where in the rooms: they hold
+    :func:`places` ``pair``s of the longest shard."""
 
     def __init__(self, job: Job, box: Mailbox, pair: Pair):
         self.geometry, self.rank, self.box, self._pair = job.geometry, job.rank, box, pair
@@ -52,7 +58,7 @@ class _Hops:
     def room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:
         """Views ``(B, H, length, D)`` of what comes to a rank at a hop."""
         size = self._pair.numel(self._longest)
-        offset = hop % 2 * size * self._pair.dtype.itemsize
+        offset = hop % places(self.world_size) * size * self._pair.dtype.itemsize
         return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)
 
 

@@ -34,6 +34,7 @@ from cp_dispatch.schedules.pair import Pair
 from cp_dispatch.schedules.pushed_ring import (
     PushedShards,
     ReturnedShares,
+    places,
     shares_overlap,
 )
 from cp_dispatch.schedules.ranges import each_hop
@@ -123,11 +124,12 @@ def _key_gradient(
 
 
 def _box(name: str, pair: Pair, job: Job):
-    """Room for two shards."""
+    """Room for the shards that are on their way."""
     if job.ring is None:
         return None
-    longest = max(map(job.geometry.key_length, range(job.geometry.world_size)))
-    return job.ring.mailbox(name, 2 * pair.numel(longest) * pair.dtype.itemsize)
+    world_size = job.geometry.world_size
+    longest = max(map(job.geometry.key_length, range(world_size)))
+    return job.ring.mailbox(name, places(world_size) * pair.numel(longest) * pair.dtype.itemsize)
 
 
 class TravellingKeys:
