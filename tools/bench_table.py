@@ -93,11 +93,11 @@ def train_table(record: dict) -> str:
         "",
         f"{one['tokens']:,} tokens on {record['ranks']} x {record['card']}, {one['layers']} layers "
         f"of {one['dim']}, {heads} query and {key_heads} key/value heads of "
-        f"{one['dim'] // heads}, {one['vocab']:,} words, FSDP2, {one['dtype']}, attention by "
-        f"{one['kernel'] or 'the kernel that torch takes'}, "
-        f"{'a checkpoint a block' if one['checkpoint'] else 'no checkpoints'}, median of "
-        f"{one['steps'] - one['warmup']} steps after {one['warmup']}; losses may differ by "
-        f"{record['noise'][0]:.0e}, the first step's gradients of query and key projections by "
+        f"{one['dim'] // heads}, a vocabulary of {one['vocab']:,}, FSDP2, {one['dtype']}, "
+        f"attention by {one['kernel'] or 'the kernel that torch takes'}, "
+        f"{'one checkpoint per block' if one['checkpoint'] else 'no checkpoints'}, median of "
+        f"{one['steps'] - one['warmup']} steps after {one['warmup']}; tolerances: losses "
+        f"{record['noise'][0]:.0e}, the first step's gradients of query and key projections "
         f"{record['noise'][1]:.0e}. torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
@@ -153,8 +153,8 @@ def flex_table(record: dict) -> str:
         f"{record['card']}, {one['dtype']}, {heads} query and {key_heads} key/value heads of "
         f"{one['head_dim']}, {masks}{steps_of(one)} per timed round"
         f"{' (' + ', '.join(others) + ')' if others else ''}; "
-        f"{'replayed as CUDA graphs; ' if one.get('cuda_graph') else ''}sent: by the rank that "
-        f"sends most, forward. torch {record['torch']}, {record['date']}.",
+        f"{'replayed as CUDA graphs; ' if one.get('cuda_graph') else ''}sent: in the forward, by "
+        f"the rank that sends the most. torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
 
@@ -182,9 +182,9 @@ def varlen_table(record: dict) -> str:
     lines += [
         "",
         f"`varlen_attn` on {one['ranks']} x {record['card']}, causal{window}, {one['dtype']}, "
-        f"{heads} query and {key_heads} key/value heads of {one['head_dim']}, documents of so many "
-        f"tokens on average, {steps_of(one)} per timed round; sent: by the rank that sends most, "
-        f"forward. torch {record['torch']}, {record['date']}.",
+        f"{heads} query and {key_heads} key/value heads of {one['head_dim']}, documents: mean "
+        f"length in tokens, {steps_of(one)} per timed round; sent: in the forward, by the rank "
+        f"that sends the most. torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
 

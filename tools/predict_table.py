@@ -84,13 +84,13 @@ def table(constants: Constants, args) -> str:
     heads, key_heads = args.heads
     lines += [
         "",
-        f"**Predicted**, not measured: share kept by a forward and backward, causal, head-tail "
+        f"**Predicted**, not measured: efficiency of a forward and backward, causal, head-tail "
         f"order, {args.backend}, {heads} query and {key_heads} key/value heads of "
-        f"{args.head_dim}, bfloat16, by constants of {about['ranks']} x {constants.device} "
+        f"{args.head_dim}, bfloat16, from constants of {about['ranks']} x {constants.device} "
         f"(torch {about['torch']}, {about['date']}), nodes of {LINKS.node}, and an assumed "
-        f"{LINKS.bandwidth * 8 / 1e9:.0f} Gb/s a GPU and {LINKS.latency * 1e6:.0f} us between "
-        f"nodes. What would hold more than {MEMORY // 2**30} GiB, or has too few heads, does not "
-        "fit.",
+        f"{LINKS.bandwidth * 8 / 1e9:.0f} Gb/s per GPU and {LINKS.latency * 1e6:.0f} us between "
+        f"nodes. A schedule does not fit if it would hold more than {MEMORY // 2**30} GiB, or "
+        "if there are too few heads for it.",
     ]
     return "\n".join(lines)
 
