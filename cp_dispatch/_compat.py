@@ -90,6 +90,7 @@ __all__ = [
     "is_of_replays",
     "is_tracing",
     "keep_order_in_inductor",
+    "keep_sizes_traceable",
     "kernel_is_registered",
     "leave_in_backward",
     "leave_in_forward",
@@ -606,6 +607,31 @@ def save_in_partitioners(communicates) -> None:
     force_save_collectives.is_of_cp_dispatch = True
     partitioners.force_save_collectives = force_save_collectives
     partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def keep_sizes_traceable() -> None:
+    """From now on, let no op of a trace stand for a size that something stood for before.
+
+    Torch (2.11 to 2.14) looks up a size that it does not know by what its symbol last came of. In
+    the backward of a DTensor's view that is ``sym_max(n, 1)`` of the very size, and the trace goes
+    round in circles (RecursionError). Stays, as :func:`keep_order_in_inductor`.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    of_torch = proxy_tensor._sym_register
+    if getattr(of_torch, "is_of_cp_dispatch", False):
+        return
+
+    @functools.wraps(of_torch)
+    def _sym_register(tracer, func, args, out):
+        symbol = getattr(getattr(out, "node", None), "expr", None)
+        known = tracer.sympy_expr_tracker.get(symbol)
+        of_torch(tracer, func, args, out)
+        if known is not None:
+            tracer.sympy_expr_tracker[symbol] = known
+
+    _sym_register.is_of_cp_dispatch = True
+    proxy_tensor._sym_register = _sym_register
 
 
 def _is_one(node) -> bool:

@@ -34,6 +34,7 @@ from cp_dispatch._compat import (
     argument_names,
     is_tracing,
     keep_order_in_inductor,
+    keep_sizes_traceable,
     leave_in_backward,
     leave_in_forward,
     local_tensor,
@@ -58,7 +59,8 @@ def _knows_memory(op) -> bool:
 
 def keep_order() -> None:
     """To be called in a trace: see the first and last part of Note [Graphs of ranks]; and keep
-    masks and documents that a graph makes."""
+    masks and documents that a graph makes, and sizes that differ from call to call."""
+    keep_sizes_traceable()
     keep_order_in_inductor(communicates, _knows_memory)
     save_in_partitioners(communicates)
 

@@ -590,6 +590,27 @@ def test_keep_order_in_inductor():
     assert [x.after for x in given] == [[], [], ["a"], ["first"], ["c"], []]
 
 
+def test_keep_sizes_traceable():
+    """What a symbol came of first is what it is known by; constants and others are as they were."""
+    from torch.fx.experimental import proxy_tensor
+
+    symbol, seen = object(), []
+    tracer = mock.Mock(sympy_expr_tracker={})
+
+    def of_torch(tracer, func, args, out):
+        seen.append(out)
+        if hasattr(out, "node"):
+            tracer.sympy_expr_tracker[out.node.expr] = func
+
+    with mock.patch.object(proxy_tensor, "_sym_register", of_torch):
+        for _ in range(2):
+            _compat.keep_sizes_traceable()
+        size = mock.Mock(node=mock.Mock(expr=symbol))
+        for func, out in (("size", size), ("sym_max", size), ("+", 3)):
+            proxy_tensor._sym_register(tracer, func, (), out)
+    assert seen == [size, size, 3] and tracer.sympy_expr_tracker == {symbol: "size"}
+
+
 def test_save_in_partitioners():
     """No backward repeats the op, but that of a checkpoint; it has two results."""
     from torch._functorch import config, partitioners

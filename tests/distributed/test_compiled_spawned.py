@@ -359,6 +359,27 @@ def whole_step(env: Env, backend="graphs", **options) -> None:
         assert (graphs.forward, graphs.backward) == ([(rings, 0)], [(rings + recomputed, rings)])
 
 
+def whole_step_of_any_length(env: Env, lengths, **options) -> None:
+    """Losses and gradients as eager's, by one graph for the first length and one for all others."""
+    torch._dynamo.reset()
+    graphs, mesh = Graphs(), env.mesh()
+    generator = torch.Generator().manual_seed(3)
+    with cp_dispatch.enabled():
+        model = build(mesh, **options)
+        compiled = compile_once(model, graphs)
+        for length in lengths:
+            tokens = torch.randint(17, (2, 1, length), generator=generator)
+            tokens, labels = (distribute(x, mesh, [Shard(1)]) for x in tokens)
+            results = []
+            for forward in (model, compiled):
+                loss = forward(tokens, labels)
+                loss.backward()
+                results.append([loss.full_tensor(), *(x.grad for x in model.parameters())])
+                model.zero_grad()
+            torch.testing.assert_close(*results)
+    assert len(graphs.forward) == len(graphs.backward) == 2, vars(graphs)
+
+
 def saved():
     return create_selective_checkpoint_contexts(cp_dispatch.ops_to_save())
 
@@ -644,6 +665,9 @@ CASES = {
     "two schedules, checkpoint": functools.partial(two_schedules, checkpointed=True),
     "whole step": whole_step,
     "whole step, inductor": functools.partial(whole_step, backend="inductor"),
+    "whole step of any length": functools.partial(
+        whole_step_of_any_length, lengths=(64, 96, 128, 160)
+    ),
     "checkpoint": functools.partial(whole_step, checkpointed=True),
     "checkpoint, dropout": functools.partial(whole_step, checkpointed=True, dropout=0.3),
     "checkpoint in another order": checkpoint_in_another_order,
