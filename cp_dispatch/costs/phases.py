@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cp_dispatch.costs.pieces import Links, Pieces
 from cp_dispatch.schedules import SCHEDULES
-from cp_dispatch.schedules.gather_plan import plan_of
+from cp_dispatch.schedules.gather_plan import plan_apart, plan_of
 from cp_dispatch.schedules.mirrored_gather import parcels_before, shares_of, slots_before
 from cp_dispatch.schedules.prefix_plan import prefixes_of
 
@@ -52,7 +52,7 @@ def _mirrored_ring(model: Pieces, rank: int) -> float:
 
 def _gather(model: Pieces, rank: int) -> float:
     plan, geometry = model.plan, model.plan.geometry
-    found = plan_of(geometry, rank)
+    found = (plan_apart if model.pushed and not model.backward else plan_of)(geometry, rank)
     ranks, length = plan.world_size, geometry.key_length(rank)
     coming = model.push((ranks - 1) * length * model.key_row, "all_gather")
     own, rest = list(found.own), list(found.rest)

@@ -2,14 +2,19 @@
 
 Every rank gathers all keys, as in Llama 3 (arXiv:2407.21783, section 3.3.2), so that it needs no
 hops: one kernel computes what is at home while the gather flies, and then each part of the rows has
-one kernel more. For head-tail order, where rank r owns pieces r ("lo") and 2W - 1 - r ("hi"), the
-pieces are gathered as ::
+one kernel more. For head-tail order, where rank r owns pieces r ("lo") and 2W - 1 - r ("hi"), these
+are three kernels for any W, and one merge of each row. (Attention does not mind the order of keys.)
 
-    [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
+- Where ranks write to each other's memory (:mod:`mailbox`), a forward takes the pieces of others by
+  their positions: what the lo rows see of them, lo of ranks 0 to r - 1, comes first, and what the
+  hi rows see is those and what follows up to hi of rank r + 1.
+- An all-gather has one order for all ranks ::
 
-so that what the hi rows see, hi of rank r + 1 to the end, is one range, and what the lo rows see,
-lo of ranks 0 to r - 1, is another: three kernels for any W, and one merge of each row. (Attention
-does not mind the order of the keys.)
+      [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
+
+  in which what the hi rows see, hi of rank r + 1 to the end, is one range, own lo among it, and
+  what the lo rows see, lo of ranks 0 to r - 1, is another. So has a call with a mask, and a
+  backward, which is to have some of its own keys left while the shares of dK and dV travel.
 
 Causal calls in natural order have :mod:`cp_dispatch.schedules.mirrored_gather`.
 
@@ -27,8 +32,14 @@ from cp_dispatch.layouts import Geometry, Tile, laid_out
 from cp_dispatch.layouts.tiles import cut
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import backward_block, forward_block
-from cp_dispatch.schedules.gather_plan import parcels_of, plan_of
-from cp_dispatch.schedules.gathered import ROOM, gathered_keys, room_bytes
+from cp_dispatch.schedules.gather_plan import (
+    parcels_of,
+    plan_apart,
+    plan_of,
+    slots_apart,
+    slots_of,
+)
+from cp_dispatch.schedules.gathered import ROOM, PushedKeys, gathered_keys, room_bytes
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
@@ -40,8 +51,15 @@ class _Gather:
 
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
-        keys = gathered_keys(key, value, job.geometry, job.ring)
-        own, rest = _at_home(job.geometry, job.rank), plan_of(job.geometry, job.rank).rest
+        geometry, rank = job.geometry, job.rank
+        # A mask's columns are those of neighbours' keys.
+        apart = job.mask is None
+        slots, owners = (slots_apart, geometry.world_size - 1) if apart else (slots_of, None)
+        keys = gathered_keys(key, value, geometry, job.ring, slots, owners)
+        if apart and isinstance(keys, PushedKeys):
+            own, rest, _ = plan_apart(geometry, rank)
+        else:
+            own, rest = _at_home(geometry, rank), plan_of(geometry, rank).rest
         if query.numel() == 0:
             own, rest = (), ()
         dtype = job.backend.output_dtype(query.dtype)

@@ -75,6 +75,29 @@ def plan_of(geometry: Geometry, rank: int) -> Plan:
     return Plan(tuple(own), tuple(rest), pieces)
 
 
+@functools.lru_cache(maxsize=256)
+def plan_apart(geometry: Geometry, rank: int) -> Plan:
+    """As :func:`plan_of`, with all that a rank's own keys suffice for at home, and of the gathered
+    keys those of others alone, in the order of their positions: what rows see of them comes first.
+    """
+    spans = _joined([span for spans, _, _ in _of_others(geometry, rank) for span in spans])
+    rest = tiles(geometry.query_spans[rank], spans, geometry.causal, 0)
+    return Plan(geometry.tiles(rank, rank), rest, _pieces(geometry))
+
+
+def _of_others(geometry: Geometry, rank: int) -> list[tuple[tuple[Span, ...], int, int]]:
+    """The pieces of others' keys, ``(spans, owner, piece)``, by their positions, if these count."""
+    pieces = _pieces(geometry)
+    size = geometry.key_length(0) // pieces
+    found = [
+        (cut(geometry.key_spans[owner], piece * size, size), owner, piece)
+        for owner in range(geometry.world_size)
+        if owner != rank
+        for piece in range(pieces)
+    ]
+    return sorted(found) if geometry.causal else found
+
+
 def _of_keys(tile: Tile, spans: tuple[Span, ...], start: int, length: int) -> Tile:
     """A tile of all keys cut to a range of them."""
     return tile._replace(
@@ -120,7 +143,19 @@ def parcels_of(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def slots_of(geometry: Geometry, rank: int, owner: int) -> tuple[int, ...]:
-    """The pieces of ``owner``'s keys of which ``rank`` sees something as gathered."""
-    size = geometry.key_length(0) // plan_of(geometry, rank).pieces
-    return tuple(sorted({parcel.place // size for parcel in parcels_of(geometry, rank, owner)}))
+def slots_of(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
+    """The pieces of ``owner``'s keys of which ``rank`` sees something as gathered, and as which of
+    all pieces they lie there."""
+    pieces = plan_of(geometry, rank).pieces
+    size = geometry.key_length(0) // pieces
+    seen = sorted({parcel.place // size for parcel in parcels_of(geometry, rank, owner)})
+    return tuple((piece, (pieces - 1 - piece) * geometry.world_size + owner) for piece in seen)
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_apart(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
+    """As :func:`slots_of`, of :func:`plan_apart`."""
+    size = geometry.key_length(0) // _pieces(geometry)
+    seen = max((x.key_start + x.key_length for x in plan_apart(geometry, rank).rest), default=0)
+    found = enumerate(_of_others(geometry, rank))
+    return tuple((piece, i) for i, (_, of, piece) in found if of == owner and i * size < seen)

@@ -18,16 +18,17 @@ from cp_dispatch.schedules.mailbox import Mailbox
 ROOM = "keys"
 
 
-#: Of a geometry, a rank and an owner, the pieces of the owner's keys of which the rank sees any.
-Slots = Callable[[Geometry, int, int], tuple[int, ...]]
+#: Of a geometry, a rank and an owner, the pieces of the owner's keys of which the rank sees any,
+#: and as which of all pieces each lies there.
+Slots = Callable[[Geometry, int, int], tuple[tuple[int, int], ...]]
 
 
 def gathered_keys(
     key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, slots: Slots = slots_of,
     owners: int | None = None,
 ) -> GatheredKeys | PushedKeys:  # fmt: skip
-    """The keys of all ranks, on their way once the result's ``coming()`` is entered. Peers that
-    push need room for those of the first ``owners`` ranks alone, where no others are seen."""
+    """The keys of all ranks, on their way once the result's ``coming()`` is entered. Where peers
+    push, they go as ``slots`` says, to room for as many as ``owners`` ranks have."""
     owners = owners or ring.world_size
     box = ring.mailbox(ROOM, room_bytes(key, value, owners))
     if box is None:
@@ -153,12 +154,11 @@ class _Rooms:
         for step in range(ring.world_size):
             # No two ranks push to one at a time; the nearest first, oneself last.
             peer = (ring.rank + 1 + step) % ring.world_size
-            for piece in slots(geometry, peer, ring.rank):
-                slot = ((pieces - 1 - piece) * owners + ring.rank) * size
+            for piece, slot in slots(geometry, peer, ring.rank):
                 for index, tensor in enumerate((key, value)):
                     row = tensor.size(1) * tensor.size(3) * tensor.itemsize
                     self.moves += box.move(
-                        index, piece * size, size, peer, starts[index] + slot * row,
+                        index, piece * size, size, peer, starts[index] + slot * size * row,
                         owners * key.size(2) * row,
                     )  # fmt: skip
 

@@ -93,10 +93,10 @@ def _moved(found: tuple[Tile, ...], start: int) -> tuple[Tile, ...]:
     return tuple(tile._replace(query_start=tile.query_start + start) for tile in found)
 
 
-def slots_before(geometry: Geometry, rank: int, owner: int) -> tuple[int, ...]:
+def slots_before(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
     """As :func:`cp_dispatch.schedules.gather_plan.slots_of`: whether ``owner``'s keys are before
     any rows that ``rank`` computes."""
-    return (0,) if owner < max(rank, geometry.world_size - 1 - rank) else ()
+    return ((0, owner),) if owner < max(rank, geometry.world_size - 1 - rank) else ()
 
 
 @functools.lru_cache(maxsize=4096)
