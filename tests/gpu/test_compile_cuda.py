@@ -185,13 +185,13 @@ def captured_dropout(env: Env) -> None:
 # -- Training ----------------------------------------------------------------------------------
 
 
-def losses(model, mesh, compiled=None, steps=4, dtype=torch.float32, device="cuda") -> list[float]:
+def losses(model, mesh, compiled=None, lengths=(256,) * 4, device="cuda") -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     forward = model if compiled is None else compiled
     generator = torch.Generator().manual_seed(3)
     result = []
-    for step in range(steps):
-        tokens, labels = torch.randint(17, (2, 1, 256), generator=generator).to(device)
+    for step, length in enumerate(lengths):
+        tokens, labels = torch.randint(17, (2, 1, length), generator=generator).to(device)
         if mesh is not None:
             tokens, labels = (distribute(x, mesh, [Shard(1)]) for x in (tokens, labels))
         torch.compiler.cudagraph_mark_step_begin()
@@ -206,7 +206,7 @@ def losses(model, mesh, compiled=None, steps=4, dtype=torch.float32, device="cud
     return result
 
 
-def trained(env: Env, dtype=torch.float32, compiler=None, **options) -> None:
+def trained(env: Env, dtype=torch.float32, compiler=None, lengths=(256,) * 4, **options) -> None:
     """A model's losses are one device's, to 1e-4 or within its noise."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -217,15 +217,15 @@ def trained(env: Env, dtype=torch.float32, compiler=None, **options) -> None:
     sharded = distribute_module(model, env.mesh())
     with cp_dispatch.enabled():
         run = torch.compile(sharded, fullgraph=True, **compiler) if compiler else None
-        got = losses(sharded, env.mesh(), run, dtype=dtype)
+        got = losses(sharded, env.mesh(), run, lengths)
     if options.get("dropout"):
         assert got[-1] != got[0] and all(x < 10 for x in got)
         return
-    single = losses(alone, None, dtype=dtype)
+    single = losses(alone, None, lengths=lengths)
     if dtype is torch.float32:
         torch.testing.assert_close(got, single, rtol=1e-4, atol=1e-4)
         return
-    true = torch.tensor(losses(exactly, None, dtype=torch.float64))
+    true = torch.tensor(losses(exactly, None, lengths=lengths))
     mine, theirs = ((torch.tensor(x) - true).norm() for x in (got, single))
     # A loss is one number, whose error on one device may be small by luck: what rounding the loss
     # itself would cost is noise of that dtype as well.
@@ -327,6 +327,12 @@ CASES = {
     "trains with dropout and checkpoint, inductor": functools.partial(
         trained, compiler=INDUCTOR, checkpointed=True, dropout=0.3
     ),
+    **{
+        f"trains with lengths that change, {name}": functools.partial(
+            trained, compiler=compiler, lengths=(256, 384, 512, 640)
+        )
+        for name, compiler in (("inductor", INDUCTOR), ("aot_eager", EAGER))
+    },
     **{f"titan: {name}": case for name, case in titan.CASES.items()},
     **({f"HF: {name}": case for name, case in hf.CASES.items()} if hf else {}),
 }
