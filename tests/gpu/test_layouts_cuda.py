@@ -78,10 +78,10 @@ def grouped_heads(env: Env, kernel: str, schedule: str, kind: str | None, causal
             natural(env, schedule, kernel, causal=causal, **how)
         else:
             laid_out(env, kernel, kind, causal=causal, schedule=schedule, **how)
-    # Some gradients are too many for one call; the first rank's tiles have more keys than queries,
-    # without a mask those of others from 4 ranks on twice as many.
+    # Some gradients are too many for one call; the first rank's tiles have more than twice as many
+    # keys as queries, in natural order and without a mask from 4 ranks on.
     packs = kernel == "cudnn"
-    if env.rank == 0 and (causal or env.world_size > 3):
+    if env.rank == 0 and (causal and kind is not None or env.world_size > 3):
         packs = "packed" in calls
     assert {1, 2} & set(calls) and packs == (kernel == "cudnn"), calls
 
