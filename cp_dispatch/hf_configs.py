@@ -84,11 +84,13 @@ def _temperature(config, total: int) -> str | None:
 
 
 def _indexer(config) -> str | None:
-    """DeepSeek V3.2 chooses each query's keys by scores of all of them, MiniMax M3 blocks."""
-    name = "index_topk"
+    """DeepSeek V3.2 and Qwen4-Exp choose each query's keys by scores of all of them, MiniMax M3
+    blocks."""
+    names = ["index_topk", "indexer_budget"]
     if "minimax_m3_sparse" in _kinds(config):  # its config has a number of blocks without them too
-        name = "index_topk_blocks"
-    if getattr(config, name, None) is None:
+        names = ["index_topk_blocks"]
+    name = next((name for name in names if getattr(config, name, None) is not None), None)
+    if name is None:
         return None
     return (
         f"an indexer chooses the keys that are attended ({name}), and would know this rank's "

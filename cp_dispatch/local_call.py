@@ -119,12 +119,25 @@ def decided(
     return _plan_of(context, call, sharded_dim, layout, lengths), sharded_dim
 
 
-def _check_form(context: PlainContext, call: Call) -> None:
+def check_transforms(context: PlainContext, call: Call) -> None:
+    """Raise a ContextParallelError, and tell the other ranks, if a transform is on."""
+    try:
+        _check_transforms(context, call)
+    except ContextParallelError as error:
+        tell_refusal(context.mesh, error)
+        raise
+
+
+def _check_transforms(context: PlainContext, call: Call) -> None:
     if functorch_is_active():
         refuse(
             context, call,
             "torch.func transforms (vmap, grad, jvp) are on; use autograd, or leave the context",
         )  # fmt: skip
+
+
+def _check_form(context: PlainContext, call: Call) -> None:
+    _check_transforms(context, call)
     if any(x is not None and has_tangent(x) for x in (*call.tensors.values(), call.attn_mask)):
         refuse(context, call, "forward-mode AD is on; use reverse mode, or leave the context")
     device = context.mesh.device_type

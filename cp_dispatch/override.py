@@ -26,12 +26,13 @@ from cp_dispatch._compat import (
     run_uncompiled,
     torch_context_parallel_is_on,
 )
+from cp_dispatch.call import Call
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.local_call import attend_plain
+from cp_dispatch.local_call import attend_plain, check_transforms
 from cp_dispatch.options import Options, OptionStack
 from cp_dispatch.plain_context import PlainContext
-from cp_dispatch.transforms import refuse_transforms
+from cp_dispatch.transforms import hidden_mesh, refuse_transforms
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
@@ -63,7 +64,7 @@ def install(
     with warnings.catch_warnings():
         # Torch up to 2.13 says that a kernel was there before, which is called on to.
         warnings.simplefilter("ignore")
-        refusal = _refusal_of_vmap(under_vmap, stack)
+        refusal = _refusal_of_vmap(under_vmap, stack, contexts, plain_context)
         library.impl("scaled_dot_product_attention", refusal, _VMAP_KEY, **how)
     torch.library.register_torch_dispatch(
         "aten::scaled_dot_product_attention", DTensor, _inference_rule(options), lib=library
@@ -83,6 +84,14 @@ def _noted(stack: OptionStack) -> CurrentOptions:
     return options
 
 
+def _noted_block(contexts: OptionStack, plain_context) -> PlainContext | None:
+    """The block that holds for plain tensors, noted in the same way."""
+    tracing = dynamo_traces() is not None
+    if tracing:
+        graph_guards.note_trace("the block of context_parallel", plain_context)
+    return plain_context() if tracing or contexts.in_use else None
+
+
 def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_context):
     """The kernel that stands before torch's ``kernel``. See Note [The override]."""
 
@@ -100,10 +109,8 @@ def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_cont
                 )
                 if result is not NotImplemented:
                     return result
-        elif contexts.in_use or dynamo_traces() is not None:
-            if dynamo_traces() is not None:
-                graph_guards.note_trace("the block of context_parallel", plain_context)
-            context = plain_context()
+        else:
+            context = _noted_block(contexts, plain_context)
             if context is not None:
                 result = attend_plain(
                     context, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -130,14 +137,19 @@ def refuse_beside_torchs() -> None:
         )
 
 
-def _refusal_of_vmap(kernel, stack: OptionStack):
-    """The kernel that stands before vmap's, which would go on to DTensor's own kernels, also where
-    nothing is stacked: in a layout those take the order of the shards for that of the sequence, and
-    on CPU they look for a rule for minutes."""
+def _refusal_of_vmap(kernel, stack: OptionStack, contexts: OptionStack, plain_context):
+    """The kernel that stands before vmap's, which takes the function apart: plain shards would stay
+    local in silence. DTensors would go on to their own kernels, also where nothing is stacked: in a
+    layout those take the order of the shards for that of the sequence, and on CPU they look for a
+    rule for minutes."""
 
     def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
-        if stack.current() is not None:
-            tensors = query, key, value, attn_mask
+        tensors = query, key, value, attn_mask
+        if hidden_mesh(tensors) is None:
+            context = _noted_block(contexts, plain_context)
+            if context is not None:
+                check_transforms(context, Call(*tensors))
+        elif stack.current() is not None:
             refuse_transforms(tensors, "scaled_dot_product_attention", wrapped=True)
         return kernel.call_boxed(keyset, query, key, value, attn_mask, *args, **kwargs)
 

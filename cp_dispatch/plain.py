@@ -74,8 +74,8 @@ def context_parallel(
 
     ``flex_attention`` goes over ranks too, uncompiled or by inductor, with its ``BlockMask`` among
     the buffers, which has this rank's rows and lengths in the block. ``varlen_attn`` raises. Other
-    attention, such as ``nn.MultiheadAttention(need_weights=True)``, of nested tensors, or under
-    ``torch.vmap``, is not seen and stays local, as with torch.
+    attention, such as ``nn.MultiheadAttention(need_weights=True)`` or of nested tensors, is not
+    seen and stays local, as with torch. ``torch.func`` transforms raise.
 
     Args:
         mesh: a mesh of one dim, such as ``mesh["cp"]``.

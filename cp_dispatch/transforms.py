@@ -10,6 +10,17 @@ from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 
 
+def hidden_mesh(tensors):
+    """The mesh of a DTensor among these or inside their wrappers, None without one."""
+    mesh = None
+    for tensor in tensors:
+        while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+    return mesh
+
+
 def refuse_transforms(tensors, name: str, wrapped: bool = False) -> None:
     """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one; with
     ``wrapped`` also one beside none.
@@ -17,12 +28,10 @@ def refuse_transforms(tensors, name: str, wrapped: bool = False) -> None:
     Raises:
         ContextParallelError: it does.
     """
-    mesh = None
-    for tensor in tensors:
-        while isinstance(tensor, torch.Tensor) and is_functorch_wrapped_tensor(tensor):
-            wrapped, tensor = True, get_unwrapped(tensor)
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
+    mesh = hidden_mesh(tensors)
+    wrapped = wrapped or any(
+        isinstance(x, torch.Tensor) and is_functorch_wrapped_tensor(x) for x in tensors
+    )
     if wrapped and mesh is not None:
         error = ContextParallelError(
             "cp_dispatch does not support DTensors under torch.func transforms (vmap, "

@@ -69,7 +69,8 @@ def test_layers_that_are_no_attention(name, kinds, found):
 
 
 def test_keys_of_an_indexer():
-    assert "(index_topk)" in wrong_in_a_shard(Some(index_topk=4), 48, [0, 0])
+    for name in "index_topk", "indexer_budget":
+        assert f"({name})" in wrong_in_a_shard(Some(**{name: 4}), 48, [0, 0])
     for kind, wrong in ("minimax_m3_sparse", True), ("full_attention", False):
         config = Some(index_topk_blocks=4, layer_types=["full_attention", kind])
         reason = wrong_in_a_shard(config, 48, [0, 0])

@@ -129,7 +129,8 @@ def test_transforms_of_dtensors(transform):
     run_threads(4, body)
 
 
-def test_transforms_of_shards():
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap], ids=["grad", "vmap"])
+def test_transforms_of_shards(transform):
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
 
@@ -137,7 +138,7 @@ def test_transforms_of_shards():
             return F.scaled_dot_product_attention(x, *own[1:]).sum()
 
         with context_parallel(mesh, balancer=None), refused(mesh, "torch.func transforms"):
-            (loss if mesh.get_local_rank() else torch.func.grad(loss))(own[0])
+            (loss if mesh.get_local_rank() else transform(loss))(own[0])
 
     on_mesh(2, body)
 

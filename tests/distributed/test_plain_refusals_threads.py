@@ -112,10 +112,17 @@ def test_what_ranks_have_to_tell_each_other_is_refused_in_traces():
 
 def test_functorch_is_refused():
     def body(mesh):
-        own = [x[:, :, :8] for x in sequences(16)]
+        own = sequences(16)[0][:, :, :8]
+
+        def loss(x):
+            return F.scaled_dot_product_attention(own, x, x).sum()
+
+        stacked = map(torch.vmap, (loss, torch.func.grad(loss), lambda x: loss(own)))
         with context_parallel(mesh, balancer=None):
-            with pytest.raises(ContextParallelError, match="torch.func"):
-                torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum())(own[0])
+            for function in (torch.func.grad(loss), *stacked):
+                with pytest.raises(ContextParallelError, match="torch.func"):
+                    function(own)
+        torch.vmap(loss)(own)
 
     on_mesh(2, body)
 
