@@ -259,9 +259,11 @@ def refuse_local_tensor_mode(name: str) -> None:
 
 
 def ops_to_save() -> list[torch._ops.OpOverload]:
-    """The ops of ``F.scaled_dot_product_attention`` and ``varlen_attn`` (``flex_attention`` has
-    none here) whose outputs selective checkpointing should keep, so that no backward communicates
-    or attends a second time::
+    """The ops whose outputs selective activation checkpointing should save.
+
+    With them saved, the recomputation in the backward neither repeats attention nor its
+    communication. Covers ``F.scaled_dot_product_attention`` and ``varlen_attn``, not
+    ``flex_attention``::
 
         context_fn = functools.partial(
             torch.utils.checkpoint.create_selective_checkpoint_contexts, cp_dispatch.ops_to_save()

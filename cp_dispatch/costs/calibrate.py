@@ -212,8 +212,9 @@ def _slowdown(ring: Ring, backend, clock: Clock) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=pathlib.Path, help="default: in the package")
-    words = "a few small sizes: a try, no result; with -o"
+    words = "file for the constants (default: in the package)"
+    parser.add_argument("-o", "--output", type=pathlib.Path, help=words)
+    words = "measure a few small sizes only, as a test of the command; needs -o"
     parser.add_argument("--quick", action="store_true", help=words)
 
 
