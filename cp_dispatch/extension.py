@@ -19,16 +19,15 @@ from cp_dispatch.switches import is_on
 
 logger = logging.getLogger("cp_dispatch")
 
-#: The oldest torch that the kernels load in: that of the stable ABI they were built for.
+#: The oldest torch that can load the kernels: that of the stable ABI they were built for.
 REQUIRED_TORCH = "2.10"
 
-#: The CUDA kernel that copy engines cannot do without and that came last: a build that lacks it is
-#: older than the package.
+#: The newest CUDA kernel that copy engines need: a build that lacks it is older than the package.
 NEWEST_CUDA_KERNEL = "push_heads"
 
 
 def _load() -> str:
-    """Load the extension. Returns "" if it is loaded, else why not."""
+    """Load the extension. Returns "" if it is loaded, else the reason why not."""
     if not is_on("CP_DISPATCH_USE_CPP", True):
         return "CP_DISPATCH_USE_CPP=0"
     if importlib.util.find_spec("cp_dispatch._C") is None:
@@ -37,7 +36,7 @@ def _load() -> str:
 
 
 def _load_cuda() -> str:
-    """Load the kernels for CUDA. Returns "" if they are loaded or of no use, else why not."""
+    """Load the CUDA kernels. Returns "" if they are loaded or not needed, else the reason."""
     if torch.version.cuda is None:
         return ""
     if importlib.util.find_spec("cp_dispatch._C_cuda") is None:
@@ -56,8 +55,8 @@ def _load_module(name: str) -> str:
 
 def _report(what: str, reason: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the host's first rank says it
-    # What was asked for is no reason to warn.
+        return  # only the first rank of a host logs it
+    # No warning if the user switched it off.
     level = logging.INFO if reason.startswith("CP_DISPATCH_USE_CPP") else logging.WARNING
     logger.log(level, "cp_dispatch runs without its %s: %s", what, reason)
 
@@ -69,18 +68,17 @@ if _reason:
 
 
 def is_loaded() -> bool:
-    """Whether the extension's kernels are in use; those for CUDA, where torch has CUDA, are a
-    matter of their own."""
+    """Whether the C++ extension is loaded. Its CUDA kernels may be missing even so."""
     return not _reason
 
 
 def why_not_loaded() -> str:
-    """The logged reason, "" if nothing is missing."""
+    """The reason that is logged, "" if nothing is missing."""
     return _reason or _why_no_cuda()
 
 
 def state() -> str:
-    """One line for reports: what is loaded, and why not the rest."""
+    """One line for reports: what is loaded, and why the rest is not."""
     if _reason:
         return f"not loaded: {_reason}"
     reason = _why_no_cuda()
@@ -88,12 +86,12 @@ def state() -> str:
 
 
 def _why_no_cuda() -> str:
-    """Why CUDA kernels are missing; asked when all ops are defined, which is after loading."""
+    """Why CUDA kernels are missing. Valid only once all ops are defined, after loading."""
     if _reason or _cuda_reason or torch.version.cuda is None:
         return _cuda_reason
     if kernel_is_registered(f"cp_dispatch::{NEWEST_CUDA_KERNEL}", "CUDA"):
         return ""
-    return "their build is older than the package, and copy engines are off; install it again"
+    return "they are older than the package, so copy engines are off; install cp_dispatch again"
 
 
 @functools.cache

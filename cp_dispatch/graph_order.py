@@ -87,8 +87,8 @@ _warned = False
 
 
 def warn_of_no_rows(tensors: Iterable[Tensor]) -> None:
-    """In a trace for training, tell on every rank if the length of one of these DTensors leaves a
-    rank without rows: torch may there run collectives of the backward in the forward."""
+    """In a trace for training, warn on every rank if the length of one of these DTensors leaves a
+    rank without rows: on that rank torch may run collectives of the backward in the forward."""
     global _warned
     if _warned or not is_tracing() or not torch.is_grad_enabled():
         return
@@ -101,9 +101,9 @@ def warn_of_no_rows(tensors: Iterable[Tensor]) -> None:
             warnings.warn(
                 f"a compiled graph is trained with shards of {tuple(map(size_hint, x.shape))} "
                 f"{x.placements} on a mesh of {tuple(x.device_mesh.shape)}, which leaves some rank "
-                "without rows. Where such a graph holds collectives of torch's own beside "
-                "attention, torch (2.11 to 2.14) may run those of the backward in the forward on "
-                "that rank alone: a hang, or wrong gradients. Attention alone is right. Pad the "
+                "without rows. If such a graph has other collectives than those of attention, "
+                "torch (2.11 to 2.14) may run those of the backward in the forward on that rank "
+                "alone, and hang or compute wrong gradients. Attention alone is correct. Pad the "
                 "sequence, or run this length uncompiled.",
                 stacklevel=2,
             )
@@ -111,7 +111,7 @@ def warn_of_no_rows(tensors: Iterable[Tensor]) -> None:
 
 
 def leaves_a_rank_without(x: DTensor) -> bool:
-    """Whether some rank's shard of a DTensor is empty; asks for no guard on its sizes."""
+    """Whether some rank's shard of a DTensor is empty; adds no guards on its sizes."""
     sizes = {dim: {size_hint(size)} for dim, size in enumerate(x.shape)}
     for ranks, placement in zip(x.device_mesh.shape, x.placements, strict=True):
         if isinstance(placement, Shard):
@@ -122,6 +122,6 @@ def leaves_a_rank_without(x: DTensor) -> bool:
 
 
 def _shards(size: int, ranks: int) -> set[int]:
-    """The sizes of shards, by ``torch.chunk``'s rule."""
+    """The possible sizes of shards, as ``torch.chunk`` cuts them."""
     largest = -(-size // ranks)
     return {max(0, min(largest, size - rank * largest)) for rank in range(ranks)}

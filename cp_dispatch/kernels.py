@@ -224,9 +224,10 @@ def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:
     if (query.size(2), key.size(2)) != wanted:
         raise ContextParallelError(
             f"rank {job.rank} of {job.geometry.world_size} holds {query.size(2)} query rows and "
-            f"{key.size(2)} keys, where lengths and layout say {wanted[0]} and {wanted[1]}. "
-            "Were the DTensors made of uneven shards without their global shape, or was the call "
-            "compiled for another length or layout? Then recompile, torch._dynamo.reset()."
+            f"{key.size(2)} keys, but by lengths and layout it should hold {wanted[0]} and "
+            f"{wanted[1]}. Were the DTensors made from uneven shards without their global shape? "
+            "Or was the call compiled for a different length or layout? Then recompile it after "
+            "torch._dynamo.reset()."
         )
 
 

@@ -84,12 +84,14 @@ def choose(
     if training:
         words += f", {prediction.backward * 1e3:.3g} ms backward"
     words += f" (constants of {constants.device})"
-    reason = f"{words}: the least of {len(found)} schedules"
+    reason = f"{words}: the fastest of {len(found)} schedules"
     if smaller:
-        reason += ", or little more in less memory"
+        reason = f"{words}: little more than the fastest of {len(found)} schedules, and less memory"
     elif len(alike) > 1:
-        words += f": of {len(alike)} that are as fast by prediction"
-        reason = f"{words}, the fewest moves, then the least memory"
+        reason = (
+            f"{words}: of {len(alike)} schedules that are predicted to be about as fast, the one "
+            "with the fewest moves, then the least memory"
+        )
     return dataclasses.replace(best, reasons=(*best.reasons, reason))
 
 
@@ -113,7 +115,7 @@ def alternatives(
 
 def of_two(first: Plan, second: Plan) -> Plan:
     """The first plan's forward, the second one's backward."""
-    reason = f"the backward by heads: {second.reasons[-1]}"
+    reason = f"the backward exchanges heads: {second.reasons[-1]}"
     return dataclasses.replace(
         first, backward_schedule=second.schedule, reasons=(*first.reasons, reason)
     )

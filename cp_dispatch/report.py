@@ -211,7 +211,7 @@ def describe(plan: Plan) -> str:
         why = ["  refused because:", *("  " + line for line in why)]
         return "\n".join([head, "  given:", given, *why, *against])
     if plan.handler == "stock":
-        return "\n".join(["handled by torch as it is", given, *why])
+        return "\n".join(["handled by unmodified torch", given, *why])
     head = (
         f"handled by cp_dispatch: {plan.schedule} over {plan.world_size} ranks, "
         f"{plan.backend} kernel"
@@ -248,9 +248,9 @@ def _costs(plan: Plan) -> list[str]:
                 kinds |= {transfer.collective for transfer in transfers}
             lines.append(line)
     if kinds - {"all_to_all"}:
-        lines.append("  sent: of gathers and sums what a rank puts in, once for all others")
+        lines.append("  sent: for gathers and sums, what a rank contributes, counted once")
     forward, backward = (size / mib for size in extra_bytes(plan))
-    lines.append(f"  extra memory about: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
+    lines.append(f"  extra memory: about {forward:.3f} MiB forward, {backward:.3f} MiB backward")
     return lines
 
 

@@ -51,7 +51,7 @@ def parts_of(backend: Backend, query: Tensor, key: Tensor) -> list[Part] | None:
     groups = query.size(1) // key.size(1)
     if groups > limit:
         raise ContextParallelError(
-            f"{backend.name} takes at most {limit} query heads for a key head, got {groups}; "
+            f"{backend.name} supports at most {limit} query heads per key head, got {groups}; "
             "allow the math kernel"
         )
     step = limit // groups

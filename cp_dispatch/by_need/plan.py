@@ -54,5 +54,5 @@ class PlanByNeed:
             head = f"cp_dispatch does not support this {function} call."
             return "\n".join([head, "  given:", *self._given, "  refused because:", *self._why])
         if self.handler == "stock":
-            return "\n".join(["handled by torch as it is", *self._given, *self._why])
+            return "\n".join(["handled by unmodified torch", *self._given, *self._why])
         return None

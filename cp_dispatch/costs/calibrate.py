@@ -222,19 +222,19 @@ def run(arguments: argparse.Namespace) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks < 2:
         raise ContextParallelError(
-            f"calibrate measures what ranks send each other, and there is {ranks}; run it on all "
-            "GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
+            f"calibrate measures transfers between ranks, but the world size is {ranks}; run it on "
+            "all GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
         )
     cuda = torch.cuda.is_available()
     if not cuda and not arguments.quick:
         raise ContextParallelError(
-            "calibrate measures GPUs, and torch sees none; on CPU it would take hours, and nothing "
-            "is predicted there. --quick -o FILE tries it"
+            "calibrate measures GPUs, but torch sees none; on CPU it would take hours, and nothing "
+            "is predicted for CPU. To test the command, use --quick -o FILE"
         )
     if arguments.quick and arguments.output is None:
         raise ContextParallelError(
-            'what --quick measures is no result, and in the package "auto" would go by it; name a '
-            "file, -o FILE"
+            '--quick does not measure usable constants, and "auto" would use them if they were in '
+            "the package; pass a file, -o FILE"
         )
     dist.init_process_group("nccl" if cuda else "gloo")
     try:

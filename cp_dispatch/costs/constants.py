@@ -153,7 +153,7 @@ class Constants:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContextParallelError(
-                f"these are not constants as `python -m cp_dispatch calibrate` writes them: {error}"
+                f"this is not a file of constants from `python -m cp_dispatch calibrate`: {error}"
             ) from error
 
 

@@ -110,7 +110,7 @@ def returns_of(token: Tensor, groups: int) -> Returns:
     found = find(token)
     if not isinstance(found, Returns) or found.sent != groups:
         raise ContextParallelError(
-            "gradients of keys that were on their way are not there: was a part of a backward "
+            "gradients of keys that were sent have not been kept: was a part of a backward "
             "graph run without the rest, or twice?"
         )
     return found

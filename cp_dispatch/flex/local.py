@@ -112,16 +112,16 @@ class LocalFlex:
 
     @functools.cached_property
     def has_local_rows(self) -> bool:
-        """Whether the mask holds this rank's rows alone (:func:`create_cp_block_mask`)."""
-        if not is_tracing():  # else ops look at it, where the graph runs
+        """Whether the mask holds only this rank's rows (:func:`create_cp_block_mask`)."""
+        if not is_tracing():  # else ops check it when the graph runs
             check_order(self.call.mask.lists.kv_num, self.queries)
         rows, whole, own = self._block_rows
         if rows == whole or self.plan.world_size == 1:
             return False
         if rows != (own + 1 if own == whole else own):
             raise ContextParallelError(
-                f"block_mask has {rows} rows of blocks, where {whole} are the whole sequence and "
-                f"{own} this rank's (rank {self.rank} of {self.plan.world_size}). Make it with "
+                f"block_mask has {rows} rows of blocks, but the whole sequence has {whole} and "
+                f"this rank has {own} (rank {self.rank} of {self.plan.world_size}). Make it with "
                 "create_block_mask for the whole sequence, or with "
                 "cp_dispatch.create_cp_block_mask for this mesh and layout."
             )

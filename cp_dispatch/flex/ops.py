@@ -276,10 +276,10 @@ def check_rows(job: MaskJob, key: Tensor) -> None:
     wanted = job.keys.rows(job.ring_rank)
     if key.size(2) != wanted:
         raise ContextParallelError(
-            f"rank {job.ring_rank} of {job.keys.world_size} holds {key.size(2)} keys, where length "
-            f"and layout say {wanted}. Were the DTensors made of uneven shards without their "
-            "global shape, or was the call compiled for another length or layout? Then recompile, "
-            "torch._dynamo.reset()."
+            f"rank {job.ring_rank} of {job.keys.world_size} holds {key.size(2)} keys, but by "
+            f"length and layout it should hold {wanted}. Were the DTensors made from uneven shards "
+            "without their global shape? Or was the call compiled for a different length or "
+            "layout? Then recompile it after torch._dynamo.reset()."
         )
 
 

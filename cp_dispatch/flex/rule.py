@@ -251,7 +251,7 @@ def _check_block(plain_context) -> None:
         raise ContextParallelError(
             "flex_attention on DTensors is refused inside context_parallel in graphs that inductor "
             "does not compile: the block would take the graph's own call for one on plain shards; "
-            'use the backend "inductor", or call it outside of the block'
+            'use the backend "inductor", or call it outside the block'
         )
 
 

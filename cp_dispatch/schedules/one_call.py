@@ -47,7 +47,7 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     """
     if job.mask is not None or job.dropout is not None or job.ring is None:
         raise ContextParallelError(
-            "the schedule one_call takes neither attn_mask nor dropout and needs several ranks; "
+            "the schedule one_call supports neither attn_mask nor dropout and needs several ranks; "
             f"given: attn_mask {job.mask is not None}, dropout {job.dropout is not None}, several "
             f'ranks {job.ring is not None}. Call the op with "ring"'
         )

@@ -108,9 +108,9 @@ def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
         raise error
     if int(missing):
         raise ContextParallelError(
-            f"{int(missing)} of {dist.get_world_size(group)} ranks had no memory for a room of "
-            f"{size / 2**20:.0f} MiB, where copy engines put what other ranks send. Leave more "
-            "free; CP_DISPATCH_COPY_ENGINES=0 does without rooms"
+            f"{int(missing)} of {dist.get_world_size(group)} ranks could not allocate the buffer "
+            f"of {size / 2**20:.0f} MiB into which copy engines write what other ranks send. Leave "
+            "more memory free, or set CP_DISPATCH_COPY_ENGINES=0, which needs no such buffers"
         )
     found[:HEADER].zero_()
     return found

@@ -61,9 +61,9 @@ class Documents(NamedTuple):
         if len(self.queries) != len(self.keys):
             reasons.append(
                 f"cu_seq_q is for {len(self.queries) - 1} documents, cu_seq_k for "
-                f"{len(self.keys) - 1}; give as many"
+                f"{len(self.keys) - 1}; pass the same number"
             )
-        # The kernel takes a limit on the right for none if it reaches the longest of all keys.
+        # The kernel ignores a limit on the right if it reaches the longest of all keys.
         beyond = window.right > 0 or (window.right < 0 and window.left >= 0)
         if not reasons and beyond:
             pairs = zip(lengths(self.queries), lengths(self.keys), strict=True)
@@ -72,8 +72,9 @@ class Documents(NamedTuple):
                 i, rows, keys = found[0]
                 reasons.append(
                     f"document {i} has {rows} queries and {keys} keys, and the window "
-                    f"{tuple(window)} sees keys after the diagonal; what torch's kernel makes of "
-                    "that depends on the longest document. Use a window (left, 0) or (-1, -1)"
+                    f"{tuple(window)} includes keys after the diagonal; torch's kernel computes "
+                    "results that then depend on the longest document. Use a window (left, 0) or "
+                    "(-1, -1)"
                 )
         return reasons
 
@@ -82,11 +83,11 @@ def _not_cumulative(name: str, starts: Sequence[int], length: int) -> Iterator[s
     if not starts or starts[0] != 0:
         yield f"{name} must begin with 0, got {list(starts[:1])}"
     elif any(a > b for a, b in zip(starts, starts[1:], strict=False)):
-        yield f"{name} must not descend; give cumulative lengths"
+        yield f"{name} must not decrease; pass cumulative lengths"
     elif starts[-1] > length:
         yield (
-            f"{name} ends at {starts[-1]}, the packed sequence has {length} positions in all; give "
-            "cumulative lengths of the whole sequence and DTensors with their global shape"
+            f"{name} ends at {starts[-1]}, but the packed sequence has {length} positions; pass "
+            "cumulative lengths of the whole sequence, and DTensors with their global shape"
         )
 
 

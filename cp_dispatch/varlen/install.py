@@ -105,7 +105,7 @@ def _options_now(current_options):
 def _attend(op: str, options, args, kwargs):
     if op != "_varlen_attn":
         error = ContextParallelError(
-            "varlen_attn_out is not supported on DTensors, for it writes into a tensor of the "
+            "varlen_attn_out is not supported on DTensors, because it writes into a tensor of the "
             "caller; use varlen_attn, or cp_dispatch.disable()"
         )
         given = *args, *kwargs.values()

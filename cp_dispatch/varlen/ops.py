@@ -100,8 +100,9 @@ def _prepared(
     if (query.size(0), key.size(0)) != (job.rows, job.key_rows):
         raise ContextParallelError(
             f"varlen_attn: rank {ring_rank} of {math.prod(ring_shape)} holds {query.size(0)} "
-            f"queries and {key.size(0)} keys, where lengths and layout say {job.rows} and "
-            f"{job.key_rows}. Were the DTensors made of uneven shards without their global shape?"
+            f"queries and {key.size(0)} keys, but by lengths and layout it should hold {job.rows} "
+            f"and {job.key_rows}. Were the DTensors made from uneven shards without their global "
+            "shape?"
         )
     ring = Ring.of(resolve_group(group_name), query.device) if group_name else None
     return job, ring, 1 / math.sqrt(query.size(2)) if scale is None else scale

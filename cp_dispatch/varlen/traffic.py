@@ -103,10 +103,10 @@ def _are_shared(pieces: Sequence[Piece], needed: Sequence[Span]) -> bool:
     held = sum(piece.keys for piece in pieces)
     if held > _MOST_COPIES * _length(needed):
         raise ContextParallelError(
-            f"varlen_attn: in this layout a rank's rows are {len(pieces)} runs of documents, which "
-            f"attend {_length(needed)} keys {held} times, and the kernel takes keys for each run; "
-            "use PerDocumentHeadTail with the lengths of these documents, HeadTail, or natural "
-            "order, enabled(layout=None)"
+            f"varlen_attn: in this layout a rank's rows are {len(pieces)} runs of documents that "
+            f"attend {_length(needed)} keys, and the kernel needs a copy of the keys for each run, "
+            f"{held} in total; use PerDocumentHeadTail with the lengths of these documents, "
+            "HeadTail, or natural order, enabled(layout=None)"
         )
     return held > _length(needed)
 
