@@ -1,7 +1,7 @@
 """Every private torch symbol that cp_dispatch uses, in one place.
 
-Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing else in the package
-may use a name that torch marks as private, but for ``Tensor._version``, which its docs name.
+Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). No other module of the package
+may use a name that torch marks as private, except ``Tensor._version``, which torch documents.
 """
 
 import contextlib

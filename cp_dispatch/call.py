@@ -1,4 +1,4 @@
-"""One call of ``scaled_dot_product_attention`` as data."""
+"""``Call``: the arguments of one ``scaled_dot_product_attention`` call as data."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Keeping torch.compile's caches on disk apart by what cp_dispatch does to a graph.
+"""Makes torch.compile's on-disk cache keys depend on what cp_dispatch does to a graph.
 
-The keys of those caches see the call of scaled_dot_product_attention and not the override that
-stands before it, nor torch's switches of backends, nor the process groups whose names a traced
-graph holds; all can differ between runs, and between ranks that share a cache.
-``torch.compiler.config.cache_key_tag`` is part of every key, so the tag carries them: the options
-while enabled and, from each trace on, which comes before the key is made, the switches, the groups
-that traces have used, and which call of this trace used which. Else a process that had met two
-groups would take a graph for either of them. A call that is left to torch is noted too: the tag
-may be of another thread's trace (it is the process's, before torch 2.13), or of an earlier one,
-whose graph looks the same.
+The keys of those caches cover the call of scaled_dot_product_attention, but not the override in
+front of it, torch's backend switches, or the process groups whose names a traced graph holds. All
+of these can differ between runs, and between ranks that share a cache.
+``torch.compiler.config.cache_key_tag`` is part of every key, so we put them into the tag. It has
+the options while enabled. Each trace, which comes before its key is made, adds the switches, the
+groups that traces have used, and which call of this trace used which group; otherwise a process
+that has used two groups would confuse their graphs. A call that is left to torch is recorded too,
+because the tag may belong to another thread's trace (it is process-wide before torch 2.13) or to an
+earlier one, whose graph looks the same.
 """
 
 from __future__ import annotations

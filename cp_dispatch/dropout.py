@@ -1,12 +1,13 @@
-"""Dropout whose coins belong to (query, key) pairs and not to ranks or kernels.
+"""Dropout that depends only on the (query, key) pair and a seed, not on ranks or kernels.
 
 Note [Coins]
 ~~~~~~~~~~~~
-A kernel's own random numbers follow its launch: a ring would draw other coins than one device,
-and other ones for every number of ranks. Here the coin of a pair is a hash of the call's seed and
-of the pair's *global* coordinates (batch, head, query position, key position), so every schedule
-and world size drops the same pairs, the backward finds the coins of the forward by computing them
-again, and a checkpoint replays them because the seed comes from torch's generator.
+A kernel's own random numbers depend on its launch: a ring would drop other pairs than one device,
+and different ones for every number of ranks. Here the *coin* of a pair, which decides whether it is
+dropped, is a hash of the call's seed and of the pair's *global* coordinates (batch, head, query
+position, key position). So every schedule and world size drops the same pairs, the backward
+recomputes the coins of the forward, and a checkpoint replays them because the seed comes from
+torch's generator.
 
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014), on int64 with wrap-around.

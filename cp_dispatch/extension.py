@@ -1,7 +1,8 @@
 """Loads the optional extension: kernels in C++ (``cp_dispatch._C``) and CUDA (``._C_cuda``).
 
 They register themselves for ``torch.ops.cp_dispatch``. Without them the ops run their Python
-twins, which are their specification, and one line of the log says why, by torchrun one a host.
+equivalents ("twins"), which are also their specification, and the log says why, once per host under
+torchrun.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Eager calls that have been made before, without DTensor's dispatch.
+"""Fast path for repeated eager calls, which skips DTensor's dispatch.
 
 Note [Eager calls]
 ~~~~~~~~~~~~~~~~~~
-The first call of its kind goes the whole way: plan, op, DTensor's rule, sharding cache. What it
-found out, plan, job and the specs of what came out, depends on nothing but what is in
-:func:`slot`. A second call runs the same kernels on the local tensors and dresses the results in
-the same specs, inside an ``autograd.Function`` that saves what the op's own saves, so that
-checkpoints may record one and recompute by the other.
+The first call of its kind takes the full path: plan, op, DTensor's rule, sharding cache. Its plan,
+job and output specs depend only on what :func:`slot` contains. A second call runs the same kernels
+on the local tensors and gives the results the same specs, inside an ``autograd.Function`` that
+saves the same tensors as the op's own, so checkpoints may record one and recompute with the other.
 
-Who watches operators (a dispatch mode: counters of FLOPs, selective checkpointing, fake tensors,
-any trace) sees the op, for then the whole way is gone. So it is where inputs have to be
-redistributed, with masks and dropout, for other tensor types inside a DTensor, where the gradient
-that comes is placed otherwise, and with ``create_graph=True``.
+Dispatch modes (FLOP counters, selective checkpointing, fake tensors, any trace) see the op, because
+calls then take the full path. So do calls whose inputs have to be redistributed, with masks or
+dropout, with other tensor types inside a DTensor, with an incoming gradient of a different
+placement, and with ``create_graph=True``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The fused inference kernels of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``.
+"""Handles the fused inference ops of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``.
 
-In eval mode without gradients both modules call one op that holds the projections as well, and
-never call scaled_dot_product_attention. DTensor has no rule for these ops; while enabled they are
-computed on DTensors from their parts, of which attention is ours. Where shards are plain tensors,
-the modules are kept from them.
+In eval mode without gradients both modules call a single op that includes the projections, and
+never call scaled_dot_product_attention. DTensor has no rule for these ops. While enabled, we
+decompose them on DTensors, and attention is ours. Where shards are plain tensors, the modules are
+kept from using these ops.
 """
 
 from __future__ import annotations

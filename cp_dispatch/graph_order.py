@@ -1,24 +1,25 @@
-"""Communication in compiled graphs: on every rank the same, in the same order.
+"""Keeps the communication of compiled graphs the same, and in the same order, on every rank.
 
 Note [Graphs of ranks]
 ~~~~~~~~~~~~~~~~~~~~~~
-Each rank compiles its own graph, and torch decides by the sizes of its shard. Of torch's own
-collectives it knows that all ranks take part in them; our ops are to it like any others that
-compute something. So without what stands here
+Each rank compiles its own graph, and torch makes decisions by the sizes of the rank's shard. Torch
+knows that its own collectives involve all ranks; it treats our ops like any other computation.
+Without this module:
 
-- inductor orders ops that do not need each other by the memory that this takes, which is another
-  order where shards are uneven: two rings meet each other's partners, or an all-gather of torch's.
-  Inside inductor our ops therefore come in the order of the trace, among themselves and among
-  torch's collectives, as these do among themselves;
-- what comes of no rows is nothing that a graph would compute: on a rank without rows an op is left
-  out whose results only have consumers of no size. There an op that nobody leaves out reads them;
-- a backward op whose gradients are constants on a rank without rows (torch differentiates some
-  norms of nothing so) or that reads keys alone could move to the forward. It is held back;
-- told to save memory (``activation_memory_budget``, ``aggressive_recomputation``), torch weighs
-  sizes to say which ops a backward repeats, which may be a ring on one rank and not on another.
-  Ours are not repeated, as torch's collectives are not, but in checkpoints.
+- Inductor would order independent ops by memory use, which differs between ranks if shards are
+  uneven. Two rings could then be matched with each other, or with an all-gather of torch's. So
+  inside inductor our ops keep the order of the trace, among themselves and relative to torch's
+  collectives.
+- On a rank without rows, an op whose results are used only by consumers of size zero would be
+  removed. So another op that is never removed reads the results.
+- A backward op could move to the forward if its gradients are constants on a rank without rows
+  (torch differentiates some norms of empty tensors this way) or if it reads only keys. It is held
+  back.
+- When asked to save memory (``activation_memory_budget``, ``aggressive_recomputation``), torch
+  decides by sizes which ops the backward repeats, so a ring might be repeated on one rank and not
+  on another. Ours are not repeated, like torch's collectives, except in checkpoints.
 
-Torch's own collectives have that last trouble too, see :func:`warn_of_no_rows`.
+Torch's own collectives have the third problem too, see :func:`warn_of_no_rows`.
 """
 
 from __future__ import annotations

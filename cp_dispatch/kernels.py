@@ -1,4 +1,4 @@
-"""What the ops compute on one rank: from their arguments to a schedule, and back."""
+"""Runs the ops on one rank: turns their arguments into a job and runs its schedule."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Merging partial attention outputs by their logsumexp.
+"""Merges partial attention outputs by their logsumexp.
 
 Two kernels that saw disjoint keys give ``(out_a, lse_a)`` and ``(out_b, lse_b)``; attention over
 the union is ``out = w_a * out_a + w_b * out_b`` with ``w_b = sigmoid(lse_b - lse_a)`` and
 ``lse = logaddexp(lse_a, lse_b)`` (the online softmax of Milakov & Gimelshein, arXiv:1805.02867,
 as used in FlashAttention, arXiv:2205.14135, and Ring Attention, arXiv:2310.01889).
 
-A side whose logsumexp is -inf saw no key and has no say, whatever its rows hold. If both are
--inf the output is 0 and the logsumexp -inf, as a fully masked row is on one device.
+A side whose logsumexp is -inf saw no key and is ignored, whatever its rows contain. If both are
+-inf, the output is 0 and the logsumexp -inf, like a fully masked row on one device.
 """
 
 from __future__ import annotations

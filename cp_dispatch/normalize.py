@@ -1,4 +1,4 @@
-"""Calls of any rank as the 4-D calls that the ops take."""
+"""Reshapes calls with any number of dims to the 4-D calls that the ops take."""
 
 from __future__ import annotations
 

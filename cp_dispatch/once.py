@@ -1,4 +1,4 @@
-"""Properties that are worked out once, also by ranks that wait for each other meanwhile."""
+"""A cached property that does not deadlock if ranks, as threads, compute it together."""
 
 from __future__ import annotations
 

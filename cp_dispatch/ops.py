@@ -1,9 +1,9 @@
 """The custom ops ``torch.ops.cp_dispatch.*``: schemas, fakes, kernels and autograd.
 
-For each backend ``X`` there is ``ring_X_attention`` and ``ring_X_attention_backward``. On plain
-tensors an op takes this rank's shards and communicates over ``group_name``; on DTensors it takes
-whole DTensors, whose rules are in :mod:`cp_dispatch.sharding`. Whatever the backward needs is an
-argument or a saved tensor, so that no op reads an option.
+For each backend ``X`` there are ``ring_X_attention`` and ``ring_X_attention_backward``. On plain
+tensors an op takes this rank's shards and communicates over ``group_name``. On DTensors it follows
+the rules in :mod:`cp_dispatch.sharding`. Everything that the backward needs is an argument or a
+saved tensor, so no op depends on the enabled options.
 """
 
 from __future__ import annotations

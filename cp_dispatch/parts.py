@@ -1,7 +1,7 @@
-"""The sum of several tensors in one pass over memory, rounded once.
+"""Sums several tensors in one pass over memory, rounding once.
 
-Shares of dK and dV come from several tiles and ranks in the kernels' dtype; adding them two by two
-would round, or write float32, every time.
+Shares of dK and dV come from several tiles and ranks in the kernels' dtype. Adding them pairwise
+would round each time, or write float32 each time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Rows in another order: permuting sequences, and packing several into one buffer to send.
+"""Permutes sequences, and packs rows of several tensors into one buffer to send.
 
-An index, int64 or int32, has shape ``(N,)`` or ``(1, N)`` for all batches or ``(B, N)`` with one
-row for each; -1 stands for a row of zeros, which is how uneven shards are padded. Bad values
-raise; on CUDA that means waiting for the device, so an index that was made and checked on the host
-(a balancer's) goes with ``checked=True``. A bad value that comes through all the same raises in
-the CPU kernel, and counts as -1 in the CUDA kernel: neither reads or writes out of bounds.
+An index, int64 or int32, has shape ``(N,)`` or ``(1, N)`` for all batch rows, or ``(B, N)`` with
+one row for each; -1 means a row of zeros, which pads uneven shards. Invalid values raise. On CUDA
+that check waits for the device, so pass ``checked=True`` with an index that was made and checked on
+the host, such as a balancer's. If an invalid value gets through even so, the CPU kernel raises and
+the CUDA kernel treats it as -1: neither reads or writes out of bounds.
 
-Balancers permute; packing is for programs that send rows themselves, for schedules write theirs as
-:mod:`cp_dispatch.schedules.wire` lays them out.
+Balancers use the permutation. Packing is for programs that send rows themselves; schedules have
+their own format (:mod:`cp_dispatch.schedules.wire`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``torch.ops.cp_dispatch.permute_sequence`` and its backward: kernels, fakes, autograd.
 
-Each is the other's derivative, so gradients of any order are these two ops. For an index without
-repeats the backward gathers by the inverse; otherwise one stable sort finds the rows that share a
-source, and each row of the gradient is summed and written once: no atomics, so that two runs
-agree bit by bit.
+Each is the other's derivative, so gradients of any order use only these two ops. For an index
+without repeats the backward gathers by the inverse. Otherwise one stable sort finds the rows that
+share a source, and each row of the gradient is summed and written once, without atomics, so results
+are deterministic.
 """
 
 from __future__ import annotations

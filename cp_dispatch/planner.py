@@ -1,4 +1,4 @@
-"""The schedule of a call by predicted time, where its kind of GPU has been measured."""
+"""Chooses the schedule of a call by predicted time, if its kind of GPU has been measured."""
 
 from __future__ import annotations
 

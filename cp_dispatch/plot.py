@@ -1,4 +1,4 @@
-"""Pictures of who owns which rows of a mask, and how much work that is for each rank."""
+"""Plots which rank owns which rows of a mask, and the work of each rank."""
 
 from __future__ import annotations
 

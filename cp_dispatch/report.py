@@ -1,4 +1,4 @@
-"""What a plan costs in bytes, and a plan in words."""
+"""Computes the bytes that a plan sends and holds, and formats plans as text."""
 
 from __future__ import annotations
 

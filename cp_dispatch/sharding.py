@@ -1,6 +1,6 @@
-"""DTensor rules of the ops: which placements go in and come out.
+"""DTensor sharding rules of the ops: input and output placements.
 
-One rule serves all ops and any mesh. Per mesh dim::
+One rule covers all ops and any mesh. Per mesh dim::
 
     query      key, value   runs with                      results
     Shard(0)   any          Shard(0), all of them          Shard(0)   batch, e.g. data parallel
@@ -10,14 +10,14 @@ One rule serves all ops and any mesh. Per mesh dim::
     other      Shard(2)     query Replicate()              as the inputs: decoding
     other      other        Replicate(), all of them       Replicate()
 
-Output, logsumexp and their gradients are placed as the query, dK and dV as the key.
-attn_mask follows the query on its dims that are not broadcast, and has all its columns on every
-rank; in a layout it may have all its rows too. Its gradient is a sum over the ranks of a mesh dim
-that shards what the mask broadcasts or has whole.
+Output, logsumexp and their gradients have the placements of the query, dK and dV those of the key.
+attn_mask follows the query on dims that do not broadcast, and has all its columns on every rank; in
+a layout it may have all its rows too. Its gradient is a sum over the ranks of a mesh dim that
+shards a dim which the mask broadcasts or has whole.
 
-Inputs that do not fit are redistributed by DTensor before the op runs (a replicated key beside
-a sharded query is cut locally). What calls may reach the ops is decided in
-:mod:`cp_dispatch.decide`; the rule only says what they mean.
+Inputs with other placements are redistributed by DTensor before the op runs (a replicated key
+beside a sharded query is cut locally). :mod:`cp_dispatch.decide` decides which calls reach the ops;
+the rule only defines what they mean.
 """
 
 from __future__ import annotations

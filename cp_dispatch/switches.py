@@ -1,4 +1,4 @@
-"""Switches in the environment."""
+"""Reads on/off switches from environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule asks of a kernel, and what kernels share."""
+"""``Backend``, the interface between schedules and kernels, and helpers that kernels share."""
 
 from __future__ import annotations
 

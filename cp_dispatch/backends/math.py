@@ -1,4 +1,4 @@
-"""Attention in plain matrix products: the reference, for every device and dtype."""
+"""Attention from plain matrix products: the reference backend, for every device and dtype."""
 
 import torch
 from torch import Tensor

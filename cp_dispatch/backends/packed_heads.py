@@ -1,9 +1,9 @@
-"""Query heads of one key head as rows of one head, ``(B, Hkv, S * groups, D)``.
+"""Packs the query heads of one key head into rows of one head, ``(B, Hkv, S * groups, D)``.
 
-A backward kernel gives every query head its own dK and dV and adds them up afterwards, which takes
-as much memory as keys and values of all query heads. To rows it does not matter which head they
-come from where no mask tells them apart: packed, a key head's gradient is one sum, for copies of
-what has the queries' rows.
+A backward kernel computes separate dK and dV for every query head and sums them afterwards, which
+takes as much memory as keys and values for all query heads. Without a mask, rows of different heads
+can be treated alike. Packed, a key head's gradient is a single sum; the price is copies of the
+tensors with the queries' rows.
 """
 
 from __future__ import annotations

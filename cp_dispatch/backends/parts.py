@@ -1,4 +1,4 @@
-"""Kernel calls that are larger than a grid, or would take too much room, in parts."""
+"""Splits kernel calls that exceed a CUDA grid, or that would take too much memory, into parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is worked out of tensors, kept for as long as they live and stay as they are."""
+"""Caches results computed from tensors for as long as these live and are not modified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and where they lie in its shard."""
+"""``Ownership``: which positions of a sequence each rank holds, and where in its shard."""
 
 from __future__ import annotations
 

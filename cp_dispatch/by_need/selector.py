@@ -1,4 +1,4 @@
-"""Some rows of a tensor."""
+"""Selects some rows of a tensor."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""``python -m cp_dispatch calibrate``: measure the constants of a kind of GPU.
+"""``python -m cp_dispatch calibrate``: measures the constants of a kind of GPU.
 
     torchrun --nproc-per-node 4 -m cp_dispatch calibrate
 
 Runs on all GPUs of one host, takes a few minutes, and writes ``cp_dispatch/costs/<kind>.json``.
-Each number is the median of rounds on the slowest rank, by CUDA events (on CPU by the host's
-clock).
+Each number is the median of several rounds on the slowest rank, timed with CUDA events (on CPU with
+the host's clock).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What measurements share: a clock for all ranks, and tensors."""
+"""Helpers for measurements: a clock across all ranks, and input tensors."""
 
 from __future__ import annotations
 

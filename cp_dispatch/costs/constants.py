@@ -1,4 +1,4 @@
-"""Constants of one kind of GPU, as measured, and where they are kept."""
+"""``Constants``: the measured constants of one kind of GPU, and the files that hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls with next to no work: the host's time and all latencies."""
+"""Measures calls with almost no work, whose time is that of the host and of latencies."""
 
 from __future__ import annotations
 

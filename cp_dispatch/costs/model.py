@@ -1,9 +1,10 @@
-"""How long a plan's forward and backward take, from the constants of a kind of GPU.
+"""Predicts how long a plan's forward and backward take, from the constants of a kind of GPU.
 
-A schedule is a few phases. In each, kernels of the compute stream and moves of the other one run
-side by side, and the longer one counts; a rank's time is the sum of its phases, and the slowest
-rank's is that of the call. Calls with little work take as long as the host and the latencies: the
-measured floor. What is left out: the fabric's contention between ranks, power limits, other work.
+A schedule consists of a few phases. In each, the kernels of the compute stream overlap with the
+transfers of the other stream, and the longer of the two counts. A rank's time is the sum of its
+phases; the call's is that of the slowest rank. Calls with little work take as long as the host and
+the latencies, the measured floor. The model leaves out contention between ranks, power limits and
+other work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a rank takes with each schedule: the sum of its phases."""
+"""Predicts how long a rank takes with each schedule, as the sum of its phases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the pieces of a plan take: kernels, merges, copies and moves of one direction."""
+"""Predicts the pieces of a plan: kernels, merges, copies and transfers of one direction."""
 
 from __future__ import annotations
 

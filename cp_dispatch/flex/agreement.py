@@ -1,4 +1,4 @@
-"""The debug mode for FlexAttention: do all ranks make the same call, with the same mask?"""
+"""Debug mode for FlexAttention: checks that all ranks make the same call with the same mask."""
 
 from __future__ import annotations
 

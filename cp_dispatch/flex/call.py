@@ -1,4 +1,4 @@
-"""One call of ``flex_attention`` on DTensors as data."""
+"""``FlexCall``: the arguments of one ``flex_attention`` call on DTensors as data."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Tensors that the mods capture: whole and in true order for the kernel, and their gradients.
+"""Prepares tensors that the mods capture for the kernel, and computes their gradients.
 
-A plain tensor, like a replicated DTensor, is the same on every rank. A sharded DTensor is gathered;
-what is sharded over the ranks that share the sequence lies in the layout, if there is one, and is
-put into true order. A gradient is the sum over all ranks that hold different parts of the queries,
-and placed as the tensor is. In a model of plain shards that of a plain tensor is each rank's share
-of the sum, as those of its parameters are, which FSDP and DDP reduce.
+The kernel gets them whole and in natural order. A plain tensor, like a replicated DTensor, is the
+same on every rank. A sharded DTensor is gathered; if it is sharded over the ranks that share the
+sequence, it is in the layout's order and is put into natural order. A gradient is the sum over all
+ranks that hold different parts of the queries, with the placements of the tensor. In a model of
+plain shards, the gradient of a plain tensor is each rank's share of the sum, like those of the
+model's parameters, which FSDP and DDP reduce.
 """
 
 from __future__ import annotations

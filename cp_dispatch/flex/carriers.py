@@ -1,6 +1,6 @@
-"""What carries groups of heads between ranks: collectives, or copy engines.
+"""Carriers move groups of heads between ranks, by collectives or by copy engines.
 
-A carrier moves on the stream on which it is called, but for what it says of the current one.
+A carrier works on the stream on which it is called, except where it mentions the current stream.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""This rank's rows of a block mask.
+"""Cuts this rank's rows out of a block mask.
 
 Note [Cutting]
 ~~~~~~~~~~~~~~
-A rank attends with its rows of queries, in the order of its shard, to keys that lie in true order
-(see Note [Rows in place]). So the columns of the mask stay as the user made them, and only
-its rows are cut. Block t of the rank's rows covers one or several of the user's query blocks::
+A rank attends with its query rows, in the order of its shard, to keys in natural order (see
+Note [Rows in place]). So the columns of the mask stay as the user made them, and only its rows are
+cut. Block t of the rank's rows covers one or several of the user's query blocks::
 
     user's blocks (size 4)   | a a a a | b b b b | c c c c | d ...
     rank 1 of 2, rows 6...             b b | c c c c | d d d d     natural order, 14 rows
     its blocks                         [b b c c] [c c d d] ...
 
-A key block is computed where any of them computes it; it is *full* where all of them are full and
-the rank's block has all its rows. All else is partial: ``mask_mod``, which sees true positions,
-decides. Where shards begin at a block, as they mostly do, nothing that was full becomes partial.
+A key block is computed if any of them computes it. It is *full* if all of them are full and the
+rank's block has all its rows. Otherwise it is partial, and ``mask_mod``, which gets original
+positions, decides. If shards begin at a block boundary, as they usually do, no full block becomes
+partial.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Moving the keys that a rank needs to it, and their gradients back.
+"""Moves the keys that a rank needs to it, and their gradients back.
 
 Note [Rows in place]
 ~~~~~~~~~~~~~~~~~~~~
-Keys arrive in one buffer with a place for every position, in true order::
+Keys arrive in one buffer with a place for every position, in natural order::
 
     (lanes, all positions, batch rows of a lane, Hkv, D + Dv)
 
-Only the rows that some query block of this rank computes are moved, unless ranks need most rows of
-all, and places without a row are memory that no kernel looks at. So one kernel call attends to all
-keys, its mask has the user's columns, and ``score_mod`` and ``mask_mod`` see true key positions,
-whatever the layout. In the backward the rows of dK and dV that were needed go back the same way, in
-the inputs' dtype as the kernel gives them, and their owner adds them up in float32.
+Only the rows that some query block of this rank computes are moved, unless ranks need most of all
+rows. No kernel reads places without a row. So one kernel call attends to all keys, its mask has the
+user's columns, and ``score_mod`` and ``mask_mod`` get original key positions, whatever the layout.
+In the backward, the needed rows of dK and dV go back the same way, in the inputs' dtype as the
+kernel returns them, and their owner sums them in float32.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Keys and gradients on their way, beside the kernels.
+"""Transfers of keys and gradients that overlap with kernels ("flights").
 
 Note [Tokens]
 ~~~~~~~~~~~~~
-The ops of a graph are functions: one starts moves and returns a *token*, a number on the host, and
-a later one takes what came by that token. Between the two, nothing of a graph's memory may be in
-use by another stream, for graphs write over what they need no more. So all that a side stream reads
-and writes was made in the op and belongs to the flight, until the current stream has waited for it.
+The ops of a graph are functional: one starts transfers and returns a *token*, a number on the host,
+and a later one takes what arrived under that token. Between the two, no other stream may use the
+graph's memory, because a graph reuses memory that it no longer needs. So all memory that a side
+stream reads and writes was allocated in the op and belongs to the flight, until the current stream
+has waited for it.
 
-Keys that are asked for with a token that is not known, as in a graph that keeps the token and
-computes the rest anew, are brought then: a token makes keys come early, not right.
+If a token is unknown, for example in a graph that saves the token and recomputes the rest, the keys
+are fetched when they are asked for. A token only makes keys arrive early; results do not depend on
+it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""The custom ops of calls that are cut into groups of heads: see Note [Groups of heads] and
-Note [Tokens]. As those of :mod:`cp_dispatch.flex.ops` they are functions of plain local tensors."""
+"""Custom ops for calls that are split into groups of heads.
+
+See Note [Groups of heads] and Note [Tokens]. Like those of :mod:`cp_dispatch.flex.ops`, they are
+functions of plain local tensors.
+"""
 
 from __future__ import annotations
 

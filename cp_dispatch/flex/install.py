@@ -1,11 +1,11 @@
-"""Putting the rules into torch's higher-order ops, and taking them out again.
+"""Installs the rules of ``flex_attention`` in torch's higher-order ops, and removes them.
 
 Note [Indexing with DTensors]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Dynamo traces the mods with indices that it makes from the query: 0-dim DTensors, if that is one.
-A plain tensor that a mod captures would be indexed with them, ``documents[q_idx]``, and DTensor
-refuses to mix the two. While dynamo traces, and for 0-dim indices only, such an index is taken to
-be the plain number that it is on every rank. The graph that comes out is the same.
+Dynamo traces the mods with indices that it makes from the query; if that is a DTensor, they are
+0-dim DTensors. A mod may index a plain captured tensor with them, ``documents[q_idx]``, and DTensor
+refuses to mix the two. So while dynamo traces, and for 0-dim indices only, such an index is
+replaced by its plain value, which is the same on every rank. The resulting graph is the same.
 """
 
 from __future__ import annotations

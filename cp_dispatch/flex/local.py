@@ -1,4 +1,4 @@
-"""The part of a call that this rank computes: local tensors, local mask, arguments of the ops."""
+"""``LocalFlex``: this rank's part of a call, with local tensors, mask and arguments of the ops."""
 
 from __future__ import annotations
 

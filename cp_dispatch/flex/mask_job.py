@@ -1,4 +1,4 @@
-"""What all ops of FlexAttention take of a mask and of the ranks, and what follows from it."""
+"""``MaskJob``: arguments about the mask and the ranks that all FlexAttention ops share."""
 
 from __future__ import annotations
 

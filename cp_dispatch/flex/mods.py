@@ -1,13 +1,13 @@
-"""The user's ``score_mod`` and ``mask_mod``, called with true indices by a kernel on local rows.
+"""Wraps ``score_mod`` and ``mask_mod``, so that kernels on local rows pass them global indices.
 
 Note [Lists in dense kernels]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Compiled kernels look at no block that the mask does not list, and do not ask ``mask_mod`` in full
-ones. Uncompiled, or in graphs that are not for inductor, torch computes all scores and asks
-``mask_mod`` alone. Masks of ``create_block_mask`` say the same both ways; lists made or cut by hand
-may say less than the mod, and keys that no list names do not come here. So in dense kernels the
-user's lists are part of the mod, as a table of the user's blocks at true indices: that is exact
-also where a block of this rank's rows covers several of theirs. Compiled kernels get no table.
+Compiled kernels skip blocks that the mask does not list, and do not call ``mask_mod`` in full ones.
+Uncompiled, or in graphs that are not for inductor, torch computes all scores and uses only
+``mask_mod``. For masks of ``create_block_mask`` both agree. Lists that were made or cut by hand may
+cover less than the mod, and keys that no list names are not sent here. So in dense kernels the
+user's lists become part of the mod, as a table of the user's blocks by global index. This is exact
+even if a block of this rank's rows covers several of theirs. Compiled kernels get no table.
 """
 
 from __future__ import annotations

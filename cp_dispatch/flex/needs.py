@@ -1,6 +1,6 @@
-"""Who needs which keys, and who therefore sends what to whom. Integers only.
+"""Computes which ranks need which keys, and which rank sends what to whom. Integers only.
 
-Every rank works out the same table of needs, so no rank waits for a message that nobody sends.
+Every rank computes the same table of needs, so no rank waits for a message that is never sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rows of its shard an owner of keys puts down for others: those that some other needs."""
+"""The rows of its shard that an owner of keys offers to other ranks: those that some rank needs."""
 
 from __future__ import annotations
 

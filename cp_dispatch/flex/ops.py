@@ -1,15 +1,15 @@
-"""The custom ops of FlexAttention: what stands around the local kernel, on plain local tensors.
+"""The custom ops of FlexAttention that run before and after the local kernel, on local tensors.
 
-The kernel itself stays a ``flex_attention`` higher-order op between them, so that inductor compiles
-it with the user's mods. All are functional and communicate inside, on the current stream.
+The kernel itself stays a ``flex_attention`` higher-order op between them, so inductor compiles it
+with the user's mods. All ops are functional, and communicate on the current stream.
 
 Note [Masks are data]
 ~~~~~~~~~~~~~~~~~~~~~
-In a compiled graph the contents of a block mask are not known, and must not be, or documents of
-other lengths would compile anew. So the ops take the mask's tensors and look at them when they run:
-all shapes follow from lengths alone, and the buffer for keys has a place for every position. How
-many rows travel is worked out on the host, once for each new mask (one copy of a small table from
-the device), and kept while the mask's tensors live (:mod:`cp_dispatch.by_need.kept`).
+In a compiled graph the contents of a block mask are unknown, and have to be, or documents of
+different lengths would be recompiled. So the ops take the mask's tensors and read them when they
+run. All shapes depend only on lengths, and the buffer for keys has a place for every position. The
+rows that travel are computed on the host, once for each new mask (one copy of a small table from
+the device), and cached while the mask's tensors live (:mod:`cp_dispatch.by_need.kept`).
 """
 
 from __future__ import annotations

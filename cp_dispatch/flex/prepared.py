@@ -1,16 +1,16 @@
-"""What copy engines do at one call after the other, worked out at the first.
+"""Prepares the launches of repeated ops by copy engines at the first call.
 
-An op gets tensors of the same shapes and strides for the same mask again and again, and all that it
-does are a few launches. What these take is the same each time but for the memory: views, which are
-kept as numbers, indices of the exchange, and parts of rooms, which never move. Then a call is some
-ten calls of torch, which is all that a host has time for beside short kernels.
+For the same mask an op gets tensors of the same shapes and strides again and again, and only makes
+a few launches. Apart from memory addresses, their arguments are the same each time: views, which
+are stored as numbers, indices of the exchange, and parts of rooms, which never move. A prepared
+call is about ten calls of torch, which is all that the host has time for beside short kernels.
 
-A *way* is that of one op. ``keep_keys`` and ``keep_gradients`` go through the op once on stand-ins
-without memory, and note down its views of them; ``run`` makes the same views of a call's tensors,
-``given`` in the same order.
+A *way* is a prepared op. ``keep_keys`` and ``keep_gradients`` run the op once on stand-ins without
+memory, and record its views of them; ``run`` makes the same views of a call's tensors, ``given`` in
+the same order.
 
-A way lives as long as the views of its room (``Mailbox.views``); the exchange of a mask finds it
-without being held up, or holding up a room that another one replaced.
+A way is held by the views of its room (``Mailbox.views``). The exchange of a mask has only a weak
+reference to it, and so keeps neither the way nor a replaced room alive.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Keys and gradients by copy engines: ranks read what they need out of each other's rooms.
+"""Moves keys and gradients by copy engines: ranks read what they need from each other's rooms.
 
-Rows lie in a room of their owner, and whoever needs some copies them to where they belong: for
-keys, from the owner's shard to their positions in the buffer of a graph, so that nothing is packed
-or unpacked and what no row attends is not copied. (A graph may write over its buffers, so they can
-be no rooms themselves.) Where that would be many more copies than runs of the owner's shard, they
-come run by run, and a kernel puts them in place. Shares of gradients lie owner after owner; the
-owner copies and adds them.
+Rows are in a room of their owner, and a rank that needs some copies them to their final place. Keys
+go from the owner's shard to their positions in a graph's buffer, so nothing is packed or unpacked,
+and keys that no row attends are not copied. (A graph may overwrite its buffers, so they cannot be
+rooms themselves.) If that took many more copies than the owner's shard has runs, they are copied
+run by run, and a kernel puts them in place. Shares of gradients are stored owner after owner; the
+owner copies and sums them.
 
-The flags are those of Note [Flags of a mailbox], the other way round: "free" says that rows are
-there, "full" that they were read.
+The flags are those of Note [Flags of a mailbox] with roles exchanged: "free" means that rows are
+there, "full" that they have been read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward, and how long the backward's rule is needed for it."""
+"""State that a forward leaves for its backward, and how long the backward's rule stays for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a rank: their outlines, and as DTensors."""
+"""Results of a rank: empty tensors of their shapes, and conversion to DTensors."""
 
 from __future__ import annotations
 

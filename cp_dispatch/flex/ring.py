@@ -1,9 +1,8 @@
 """The ring schedule: one kernel call for each owner of keys, merged by their logsumexp.
 
-Holds one window of keys at a time. Keys come straight from their owner at each hop, and gradients
-go straight back, so nothing travels further than it must. Hops at which no rank computes anything
-are left out in eager mode; in a graph, which does not know, their collectives are, and the kernels
-find empty lists of blocks.
+Holds one window of keys at a time. At each hop keys come directly from their owner, and gradients
+go directly back. Hops at which no rank computes anything are left out in eager mode. A graph cannot
+know them: there only their collectives are left out, and the kernels get empty lists of blocks.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
 Note [Where the rules stand]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-``flex_attention`` checks its arguments, has dynamo trace the mods into graphs, with all tensors
-that they capture as arguments, and calls the higher-order op with DTensors. Torch's autograd kernel
-of the op comes first: its ``autograd.Function`` saves DTensors and calls the op below autograd, and
-in the backward ``flex_attention_backward``. Both then reach the rules of their first subclass
-argument, ours, in eager mode and, since the modes of traces step back for subclasses, in the same
-way in a trace, where the local tensors are those of the graph. So a rule needs no autograd of its
-own; it brings keys, calls the op again on local tensors, and wraps what comes out.
+``flex_attention`` checks its arguments, has dynamo trace the mods into graphs, with all captured
+tensors as arguments, and calls the higher-order op with DTensors. Torch's autograd kernel of the op
+comes first: its ``autograd.Function`` saves DTensors and calls the op below autograd, and in the
+backward ``flex_attention_backward``. Both then reach the rules of their first subclass argument,
+which are ours. This holds in eager mode and also in a trace, because tracing modes defer to
+subclasses; there the local tensors are those of the graph. So a rule needs no autograd of its own:
+it fetches keys, calls the op again on local tensors, and wraps the results.
 
 A backward may run in another thread, or after the block in which its forward ran, so it must not
-ask what is enabled. Of all that torch hands from the forward to the backward, ``kernel_options`` is
-a dict of that call alone: the forward leaves its options there (:mod:`cp_dispatch.flex.remember`).
+depend on what is enabled. Of everything that torch passes from the forward to the backward,
+``kernel_options`` is a dict that belongs to that call alone, so the forward stores its options
+there (:mod:`cp_dispatch.flex.remember`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An op of FlexAttention by copy engines that failed on this rank, to its end by flags alone.
+"""Completes the flags of a FlexAttention op by copy engines that failed on this rank.
 
-As :mod:`cp_dispatch.schedules.flags_alone` for schedules: the other ranks read what is left in a
-room of this one, and neither wait nor find a flag at the next call. Each op pulls once, and one of
-several ops of a call says which pulls the call has yet to make. An error between two ops, in a
-graph's own part, nobody sees here.
+Like :mod:`cp_dispatch.schedules.flags_alone` for schedules: the other ranks read whatever is in
+this rank's room, do not hang, and find no stale flag at the next call. Each op pulls once; if a
+call has several ops, each op says which pulls the call has yet to make. An error between two ops,
+in the graph's own part, is not noticed here.
 """
 
 from __future__ import annotations

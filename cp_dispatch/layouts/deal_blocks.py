@@ -1,4 +1,4 @@
-"""Who gets which blocks, from the work of each: heaviest first, or so that few keys travel."""
+"""Assigns blocks to ranks by their work: heaviest first, or so that few keys travel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns which queries and keys, and what each rank computes with each owner's keys."""
+"""``Geometry``: which rank owns which queries and keys, and which tiles each rank computes."""
 
 from __future__ import annotations
 

@@ -1,19 +1,20 @@
-"""Equal shares of blocks and of work for which few keys have to travel.
+"""Deals equal numbers of blocks with equal work so that few keys have to travel.
 
 Note [Near blocks]
 ~~~~~~~~~~~~~~~~~~
-Lay the documents on a circle, in any order. Of all windows over half the blocks one has half the
-work, to within a block: going half way round, a window becomes what it left out. Two cuts then
-halve blocks and work alike, and halves are halved again, until each rank has its share::
+Arrange the documents on a circle, in any order. Among all windows over half of the blocks, one has
+half of the work, to within a block: a window that moves half way round becomes its complement. So
+two cuts halve both the blocks and the work. The halves are halved again, until each rank has its
+share::
 
     causal documents of 6, 2 and 4, W = 2    a a a a a a c c b b b b
     work                                     1 2 3 4 5 6 1 2 1 2 3 4
     a window of 6 with half of it            1 1 1 1 0 0 0 0 0 0 1 1
 
-A cut between documents is free. One within a document costs the keys before it, which the rows
-behind it need, so it is cheapest near the start. Some dozen orders are tried, and of all windows
-with nearly half the work the cheapest is taken. Then the rank that moves most shares its blocks
-anew with one other rank, for as long as that helps.
+A cut between documents is free. A cut within a document costs the keys before it, which the rows
+after it need, so it is cheapest near the start. About a dozen orders are tried, and of all windows
+with nearly half the work the cheapest is taken. Then the rank with the most traffic redistributes
+its blocks with one other rank, for as long as that helps.
 """
 
 from __future__ import annotations

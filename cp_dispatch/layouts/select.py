@@ -1,4 +1,4 @@
-"""Spans as an index into a dim of a tensor."""
+"""Turns spans into an index along a dim of a tensor."""
 
 from __future__ import annotations
 

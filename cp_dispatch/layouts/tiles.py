@@ -1,10 +1,10 @@
-"""From the spans of a rank and of an owner of keys to kernel calls: tiles.
+"""Turns the spans of a rank's rows and of an owner's keys into kernel calls (tiles).
 
 Note [Tiles]
 ~~~~~~~~~~~~
 What a query span computes with a key span is a rectangle of the score matrix. A causal mask (query
 position i sees key positions j <= i, torch's top-left convention) cuts any such rectangle into at
-most three *tiles* that every kernel can do, whatever its own convention for causal with different
+most three *tiles* that every kernel supports, whatever its own causal convention for different
 lengths: two without a mask, and one that is square and causal on its diagonal.
 
 ::
@@ -16,11 +16,11 @@ lengths: two without a mask, and one that is square and causal on its diagonal.
        |         |causal\\
        +---------+------+   rows past the last key of the span see all of it and need no mask
 
-So kernels never see an offset, and head-tail or other layouts are only more spans. Tiles that touch
-in memory become one kernel call:
+So kernels never see an offset, and head-tail or other layouts only mean more spans. Tiles that are
+adjacent in memory become one kernel call:
 
-- a shard with itself, its spans ascending: the rows see each other as they lie, one causal tile;
-- spans in a row that lie wholly before a span of rows: one tile over their keys;
+- a shard with itself, whose spans ascend: one causal tile over the whole shard;
+- consecutive key spans that are wholly before a span of rows: one tile over their keys;
 - row spans that see the same keys: one tile over their rows.
 
 For head-tail that is one causal tile at home, and afterwards all rows with the head half of the

@@ -1,4 +1,4 @@
-"""Moving buffers between neighbours of a ring."""
+"""``Ring``: communication among the ranks of a ring, on a stream and communicator of its own."""
 
 from __future__ import annotations
 

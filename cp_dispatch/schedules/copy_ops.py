@@ -1,5 +1,8 @@
-"""The ops by which streams copy to other GPUs and tell each other so (``csrc/peers_cuda.cu``), and
-which tensors they copy as they lie; see :mod:`cp_dispatch.schedules.mailbox` for the protocol."""
+"""Ops that copy to other GPUs and signal by flags on streams (``csrc/peers_cuda.cu``).
+
+Also says which tensors can be copied without packing. See :mod:`cp_dispatch.schedules.mailbox` for
+the protocol.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""A call that failed on this rank, to its end by flags alone.
+"""Completes the flags of a call that failed on this rank, so that the other ranks do not hang.
 
-Where ranks write to each other's rooms (:mod:`mailbox`), each waits for flags of the others, also
-for those of a rank that has left the call in the middle, out of memory say. So that one goes
-through the schedule again: on tensors of the meta device, which take no memory, with a kernel that
-computes nothing and with boxes that pass over what it did before the error, and from there on raise
-and take flags and copy nothing. The others get garbage, this rank raises its error, and no flag is
-left for the next call to stumble over.
+Where ranks write to each other's rooms (:mod:`mailbox`), each rank waits for flags of the others,
+even of a rank that has left the call halfway, for example out of memory. So that rank goes through
+the schedule again: on meta tensors, which take no memory, with a kernel that computes nothing, and
+with mailboxes that skip the steps from before the error and then only raise and take flags, without
+copying. The other ranks get garbage, this rank raises its error, and no stale flag is left for the
+next call.
 
-Which flags a call has is thus said by its schedule and nowhere else. It must follow from shapes,
-not from what tensors hold. Collectives end with the process group.
+So the flags of a call are defined only by its schedule. They must depend on shapes, not on the
+contents of tensors. Collectives are not completed; they end with the process group.
 """
 
 from __future__ import annotations

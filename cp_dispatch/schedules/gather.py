@@ -1,20 +1,20 @@
-"""Keys and values of all ranks in one buffer: few large kernels, for when the buffer is affordable.
+"""The gather schedule: keys and values of all ranks in one buffer, and few large kernels.
 
-Every rank gathers all keys, as in Llama 3 (arXiv:2407.21783, section 3.3.2), so that it needs no
-hops: one kernel computes what is at home while the gather flies, and then each part of the rows has
-one kernel more. For head-tail order, where rank r owns pieces r ("lo") and 2W - 1 - r ("hi"), the
-pieces are gathered as ::
+Every rank gathers all keys, as in Llama 3 (arXiv:2407.21783, section 3.3.2), if there is memory for
+them. It needs no hops: one kernel computes the rank's own keys during the gather, and then there is
+one more kernel for each part of the rows. In head-tail order, where rank r owns pieces r ("lo") and
+2W - 1 - r ("hi"), the pieces are gathered as ::
 
     [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
 
-so that what the hi rows see, hi of rank r + 1 to the end, is one range, and what the lo rows see,
-lo of ranks 0 to r - 1, is another: three kernels for any W, and one merge of each row. (Attention
-does not mind the order of the keys.)
+Then the keys that the hi rows see, from hi of rank r + 1 to the end, are one range, and those that
+the lo rows see, lo of ranks 0 to r - 1, are another: three kernels for any W, and one merge per
+row. (Attention does not depend on the order of the keys.)
 
-Causal calls in natural order have :mod:`cp_dispatch.schedules.mirrored_gather`.
+Causal calls in natural order use :mod:`cp_dispatch.schedules.mirrored_gather`.
 
-In the backward every rank sends its shares of dK and dV to the keys' owners while it computes what
-is at home (:mod:`cp_dispatch.schedules.key_shares`).
+In the backward every rank sends its shares of dK and dV to the keys' owners while it computes with
+its own keys (:mod:`cp_dispatch.schedules.key_shares`).
 """
 
 from __future__ import annotations

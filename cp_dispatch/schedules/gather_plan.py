@@ -1,4 +1,4 @@
-"""What a rank computes when the keys of all ranks are gathered, and whose gradients that gives."""
+"""Plans a gather: what a rank computes with the gathered keys, and whose gradients result."""
 
 from __future__ import annotations
 

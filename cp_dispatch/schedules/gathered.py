@@ -1,4 +1,4 @@
-"""Keys and values of all ranks in one buffer, in the order that :mod:`gather_plan` describes."""
+"""Gathers keys and values of all ranks into one buffer, in the order of :mod:`gather_plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of gradients over the blocks of a schedule, in float32 (float64 for float64)."""
+"""Sums gradients over the blocks of a schedule, in float32 (float64 for float64)."""
 
 from __future__ import annotations
 

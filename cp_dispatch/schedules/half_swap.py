@@ -1,4 +1,4 @@
-"""Rows of a rank for rows of its mirror rank, W - 1 - r."""
+"""Exchanges rows between a rank and its mirror rank, W - 1 - r."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule by heads moves and holds, as a plan tells it."""
+"""The bytes that ``"ulysses"`` and ``"hybrid"`` send and hold, for plans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Key heads one group after the other, where room for the keys of all heads at once is too much.
+"""Runs groups of key heads one after the other, if the keys of all heads take too much memory.
 
-Each group is a call of its own of the schedule inside, with its query heads; what it gives is put
-in its place. Memory for gathered keys and for shares of their gradients is a group's.
+Each group, with its query heads, is a separate call of the inner schedule, and its results are put
+in their place. Only one group's gathered keys and shares of gradients are in memory.
 """
 
 from __future__ import annotations

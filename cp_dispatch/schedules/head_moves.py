@@ -1,5 +1,4 @@
-"""Where heads that copy engines move come from and go to, as numbers that a message of one kind
-keeps (:mod:`pushed_heads`)."""
+"""Precomputed sources and targets of heads that copy engines move (:mod:`pushed_heads`)."""
 
 from __future__ import annotations
 

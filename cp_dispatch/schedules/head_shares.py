@@ -1,16 +1,16 @@
-"""Who computes which heads, and in what order rows stand once a group of ranks has all of theirs.
+"""Assigns heads to ranks, and computes the order of rows once a group of ranks has exchanged them.
 
-Query heads are dealt as evenly as they can be. A rank needs the key heads that its query heads
-look at, so a key head goes to several ranks where there are fewer of them than ranks, or where a
-group of query heads is cut in two::
+Query heads are dealt as evenly as possible. A rank needs the key heads that its query heads use, so
+a key head goes to several ranks if there are fewer key heads than ranks, or if its group of query
+heads is split::
 
     8 query, 2 key heads, 4 ranks       12 query, 3 key heads, 2 ranks
     rank    0    1    2    3            rank        0             1
     query  0 1  2 3  4 5  6 7           query  0 1 2 3|4 5   6 7|8 9 10 11
     key     0    0    1    1            key       0   | 1     1 |   2
 
-Kernels want as many query heads for each key head, so a share is cut where that changes (``|``):
-each *segment* is one kernel call.
+Kernels need the same number of query heads for each key head, so a share is cut where that number
+changes (``|``). Each *segment* is one kernel call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks that share heads in a call by heads (:mod:`heads`), and the messages between them."""
+"""The ranks that exchange heads in one call (:mod:`heads`), and the messages between them."""
 
 from __future__ import annotations
 

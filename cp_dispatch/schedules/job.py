@@ -1,4 +1,4 @@
-"""What a schedule is asked to do, beside the tensors."""
+"""``Job``: the arguments of a schedule other than tensors."""
 
 from __future__ import annotations
 

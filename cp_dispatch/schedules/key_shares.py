@@ -1,8 +1,7 @@
-"""dK and dV of gathered keys: every rank sends the owner of some keys its share of their gradient,
-and the owner adds up.
+"""Sums dK and dV of gathered keys: every rank sends its shares to the keys' owners.
 
-The shares travel as the kernels gave them and are added in float32 (float64), so that nothing is
-rounded on the way. A rank sends about what it would to a reduce-scatter of the kernels' dtype.
+The shares travel in the kernels' dtype and are summed in float32 (float64 for float64), so nothing
+is rounded in between. A rank sends about as much as in a reduce-scatter of the kernels' dtype.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Calls by heads that were made before, by the few ops that are left of them.
+"""Repeats earlier calls that exchange heads with only the few ops that they need.
 
-As :mod:`known_call`, for calls of one stage where every rank has as many heads: a message with own
-heads of all rows comes, one kernel computes, and a message with all heads of own rows comes home.
+Like :mod:`known_call`, for calls of one stage where all ranks have the same number of heads. One
+message brings this rank's heads of all rows, one kernel computes, and one message brings back all
+heads of this rank's rows.
 """
 
 from __future__ import annotations

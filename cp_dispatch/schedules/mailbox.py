@@ -1,14 +1,14 @@
-"""Rooms (:mod:`room`) that the other ranks of a host write to, filled by copy engines.
+"""``Mailbox``: a room (:mod:`room`) that the other ranks of a host fill by copy engines.
 
-NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gather that is to run
-beside them costs as much time as one that runs alone. Copy engines cost next to nothing. What they
-need is memory that peers can address (torch's symmetric memory, without multicast) and a way to
-wait for each other without a kernel: flags that a stream writes in a peer's memory and that the
-peer's stream waits for. One stream carries all copies of a device, so that they are in order.
-Some that the default stream would wait for at once it carries itself, by a kernel.
+NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gather that should
+overlap with them takes as much extra time as one that runs alone. Copy engines cost almost nothing.
+They need memory that peers can address (torch's symmetric memory, without multicast) and a way to
+wait for each other without a kernel: flags that a stream writes into a peer's memory and for which
+the peer's stream waits. One stream carries all copies of a device, so they stay in order. If the
+default stream would wait for copies immediately, it makes them itself, with a kernel.
 
-Note [Flags of a mailbox]: for each pair of ranks there are two, each with one writer and one
-reader, who puts it back to 0. One step of the protocol, alike on every rank and in one stream::
+Note [Flags of a mailbox]: each pair of ranks has two flags, each with one writer and one reader,
+who resets it to 0. One step of the protocol, the same on every rank and in one stream::
 
     open     raise "free for you" at every peer
     push     take "free for me" of every peer, copy, raise "full" at every peer,
@@ -16,9 +16,10 @@ reader, who puts it back to 0. One step of the protocol, alike on every rank and
     wait     (the current stream waits for that one)
     release  (that one waits until the current stream has read what came)
 
-No flag counts, so that a step can be replayed by a CUDA graph. A rank waits only for what its
-peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order. Boxes
-note down which steps a call has done, so that one that fails gets to its end (:mod:`flags_alone`).
+Flags do not count, so a CUDA graph can replay a step. A rank waits only for work that its peers
+enqueue before they wait themselves, so there is no cycle, whatever else the ranks do in the same
+order. Mailboxes record the steps that a call has done, so that a failed call can complete its flags
+(:mod:`flags_alone`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The mailboxes of all groups: one of each name, made by all ranks of a group together."""
+"""Creates and caches mailboxes: one per group and name, made by all ranks of the group together."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""A gather in natural order, where mirror ranks share what their rows see of others' keys.
+"""The gather schedule for causal calls in natural order: mirror ranks share the unequal work.
 
-Each rank computes what its rows see of its own keys, as much on all ranks. Of the keys before
-those, rank r would have r shards to compute and its mirror, W - 1 - r, the others of W - 1: so each
-takes the first half of its own rows, and the second half of its mirror's::
+Each rank computes its rows with its own keys, which is equal work on all ranks. Of the keys before
+those, rank r has r shards to compute, and its mirror rank W - 1 - r has W - 1 - r shards. So each
+of the two takes the first half of its own rows and the second half of its mirror's::
 
     W = 4                      rank 0   rank 1   rank 2   rank 3
     own keys                   0        1        2        3
     first half of its rows     -        0        0 1      0 1 2
     mirror's second half       0 1 2    0 1      0        -
 
-Queries and keys come while a rank is busy with its own keys. The mirror's rows are next, whose
-partial outputs go home while its own rows are computed; their owner merges them. Rank 0, whose rows
-see no keys of others, keeps a part of its own keys until then.
+Queries and keys arrive while a rank computes with its own keys. Then it computes the mirror's rows,
+whose partial outputs go back while it computes its own rows; their owner merges them. Rank 0, whose
+rows see no keys of other ranks, saves a part of its own keys for this time.
 
-The backward computes the same, with the mirror's rows of four tensors. dQ of these goes home as
-partial outputs do, and the shares of dK and dV of others' keys go to their owners, while each rank
-is busy with the rest of its own keys.
+The backward computes the same, with the mirror's rows of four tensors. Their dQ goes back like
+partial outputs, and the shares of dK and dV go to the keys' owners, while each rank computes with
+the rest of its own keys.
 """
 
 from __future__ import annotations

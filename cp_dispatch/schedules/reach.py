@@ -1,4 +1,4 @@
-"""Whose ranks can write to each other's memory: GPUs of one host, with the kernels for it."""
+"""Finds out whether ranks can write to each other's memory: GPUs of one host, with our kernels."""
 
 from __future__ import annotations
 

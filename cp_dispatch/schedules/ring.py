@@ -1,4 +1,4 @@
-"""Ring attention: key/value shards travel, queries stay.
+"""The ring schedule: key/value shards travel, queries stay.
 
 After Liu et al., "Ring Attention with Blockwise Transformers" (arXiv:2310.01889). With W ranks,
 hop h finds the keys of owner ``(rank - h) % W`` on each rank::
@@ -9,13 +9,13 @@ hop h finds the keys of owner ``(rank - h) % W`` on each rank::
      2         kv2      kv3      kv0      kv1
      3         kv1      kv2      kv3      kv0
 
-Each move starts with the current block, so the two overlap. Keys stop moving
-when no later rank needs them: for a natural-order causal mask ``kv3`` never leaves rank 3 and
-nothing goes around the end of the ring.
+Each transfer starts together with the current block, so the two overlap. Keys stop moving when no
+later rank needs them: for a causal mask in natural order, ``kv3`` never leaves rank 3, and nothing
+goes around the end of the ring.
 
-In the backward, dK/dV of an owner follow its keys one hop behind: while a rank computes its
-block, the sum so far arrives from the previous rank; the rank adds its share and passes it on,
-and the last of W moves brings it home.
+In the backward, an owner's dK and dV follow its keys one hop behind. While a rank computes its
+block, the sum so far arrives from the previous rank; the rank adds its share and passes the sum on,
+and the last of W moves brings it back to the owner.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Memory of a GPU that the other ranks of a group can address, with the flags they wait for.
+"""``Room``: memory of a GPU that the other ranks of a group can address, with flags to wait for.
 
-Where it lies and where each flag is. Who copies what, and when: :mod:`mailbox`.
+This module knows the addresses of the memory and of each flag; :mod:`mailbox` knows what is copied
+when.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Messages that move heads: from some rows of all heads to all rows of some heads, and back.
+"""Messages that exchange heads: from some rows of all heads to all rows of some heads, and back.
 
-A group of ranks holds a sequence in shards. In one all-to-all each rank sends every other one the
-heads that are its share, and gets all rows of its own share. Rows travel position by position,
-then by batch row, the heads of all parts (query, key, ...) side by side::
+A group of ranks holds a sequence in shards. In one all-to-all each rank sends every other rank that
+rank's share of the heads, and receives all rows of its own share. Rows are ordered by position,
+then by batch row, with the heads of all parts (query, key, ...) side by side::
 
     rank 0, rows 0 1, sends rank 1 its heads      rank 1 receives
         [row 0: q k v][row 1: q k v]              [row 0: q k v][row 1: q k v][row 2: ...
 
-so what comes from several ranks is one sequence, whatever their lengths, and kernels read their
-part of it where it arrives, as a view: nothing is unpacked.
+So the rows from several ranks form one sequence, whatever their lengths, and kernels read their
+part of it in place, as a view, without unpacking.
 """
 
 from __future__ import annotations

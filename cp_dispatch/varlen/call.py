@@ -1,4 +1,4 @@
-"""One call of ``varlen_attn`` as data."""
+"""``VarlenCall``: the arguments of one ``varlen_attn`` call as data."""
 
 from __future__ import annotations
 

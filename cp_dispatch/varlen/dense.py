@@ -1,7 +1,7 @@
-"""Attention of packed documents in plain torch: the CPU's kernel, and the specification.
+"""Attention of packed documents in plain torch: the kernel for CPU, and the specification.
 
-Torch has no kernel of ``varlen_attn`` for CPU. Pieces are computed one by one, scores are held
-whole, in float32 (float64 for float64). As the CUDA kernel does, a row without keys gets zeros and
+Torch has no kernel of ``varlen_attn`` for CPU. Pieces are computed one by one, with all scores in
+memory, in float32 (float64 for float64). As in the CUDA kernel, a row without keys gets zeros and
 the logsumexp inf.
 """
 

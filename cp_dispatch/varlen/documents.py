@@ -1,12 +1,12 @@
-"""Packed documents, and which of their keys some rows attend. Integers only.
+"""``Documents``: packed documents, and the keys that a rank's rows attend in them. Integers only.
 
 Note [Pieces]
 ~~~~~~~~~~~~~
 A *piece* is a run of a rank's rows within one document, with the keys of that document that they
-attend, which are a run too. Torch's kernel aligns windows at the bottom right: with n rows and m
-keys row i sees the keys from ``i + m - n - left`` to ``i + m - n + right``. So a piece whose keys
-end where its last row's diagonal does sees with the user's window what its rows see in the whole
-document::
+attend, which are a run too. Torch's kernel aligns windows to the bottom right: with n rows and m
+keys, row i sees the keys from ``i + m - n - left`` to ``i + m - n + right``. So if the keys of a
+piece end at the diagonal of its last row, the user's window gives its rows the same keys as in the
+whole document::
 
     document of 6 rows and keys, causal, rows 2 and 3:  keys 0 to 3, n = 2, m = 4
 
@@ -14,10 +14,11 @@ document::
         row 2  x x x
         row 3  x x x x
 
-A window to the right goes past the diagonal of the last row, as far as the document does. These
-``shift`` more keys move the diagonal by as much, which the kernel is told by another window,
-``(left + shift, right - shift)``: pieces of one shift are one call. In natural order only the last
-document of a rank's rows is cut there, so there are two calls at most, and one for causal windows.
+A window to the right extends past the diagonal of the last row, up to the end of the document.
+These ``shift`` additional keys move the diagonal by the same amount, which a different window
+corrects, ``(left + shift, right - shift)``. Pieces with the same shift are one call. In natural
+order only the last document of a rank's rows is cut in this way, so there are at most two calls,
+and one for causal windows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moving the keys that a rank's rows attend to it, and shares of their gradients back."""
+"""Moves the keys that a rank's rows attend to it, and shares of their gradients back."""
 
 from __future__ import annotations
 

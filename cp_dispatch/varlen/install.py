@@ -1,11 +1,12 @@
-"""The kernels that stand before those of ``varlen_attn``.
+"""Installs kernels in front of those of ``varlen_attn``.
 
-DTensors go to :mod:`cp_dispatch.varlen.rule` while cp_dispatch is enabled. Plain tensors inside
-``context_parallel`` are refused: their call would attend to the shards alone and take cumulative
-lengths of the whole sequence for theirs.
+Calls on DTensors go to :mod:`cp_dispatch.varlen.rule` while cp_dispatch is enabled. Calls on plain
+tensors inside ``context_parallel`` are refused: they would attend only to the shards, and take the
+cumulative lengths of the whole sequence for those of a shard.
 
-The kernels stay from the first ``enable`` or block on, until ``disable``: putting them there and
-taking them away costs a millisecond, at every block. While nothing is on they call on to torch's.
+The kernels stay from the first ``enable`` or block until ``disable``, because installing and
+removing them would cost a millisecond at every block. While nothing is enabled they pass calls on
+to torch's.
 """
 
 from __future__ import annotations

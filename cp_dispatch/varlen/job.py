@@ -1,4 +1,4 @@
-"""What one rank does in one call: its kernel calls, and where their rows and keys lie."""
+"""What one rank does in one call: its kernel calls, and where their rows and keys are."""
 
 from __future__ import annotations
 

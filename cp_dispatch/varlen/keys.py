@@ -1,4 +1,4 @@
-"""Where the keys of a kernel call lie among the compact ones, there and back."""
+"""Selects the keys of a kernel call from a rank's compact keys, and puts their gradients back."""
 
 from __future__ import annotations
 

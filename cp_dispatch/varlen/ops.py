@@ -1,9 +1,8 @@
 """The custom ops ``torch.ops.cp_dispatch.varlen_attention`` and its backward.
 
-On plain tensors they take this rank's shards and communicate over ``group_name``; on DTensors whole
-DTensors, for which :mod:`cp_dispatch.varlen.rule` has the rules. The documents are data: the ops
-look at them on the host, once for each version of the tensors, so that other documents compile
-nothing anew.
+On plain tensors they take this rank's shards and communicate over ``group_name``. On DTensors they
+follow the rules in :mod:`cp_dispatch.varlen.rule`. The documents are data: the ops read them on the
+host, once for each version of the tensors, so different documents need no recompilation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``varlen_attn`` on DTensors: from the call to the op, and the op's rules for DTensors.
+"""``varlen_attn`` on DTensors: runs the op for a call, and defines the op's rules for DTensors.
 
-The rules unwrap, so that the op runs on this rank's shards, and wrap what comes out. They stand
-below autograd, in traces too. Key and value that are whole where the query is sharded are cut,
-sums are summed; their gradients come sharded like the query, and are right as such.
+The rules unwrap DTensors, run the op on this rank's shards, and wrap the results. They run below
+autograd, in traces too. If key and value are replicated where the query is sharded, they are cut;
+if they are ``Partial()``, they are reduced. Their gradients are then sharded like the query.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which keys move between which ranks, and where they lie on the rank that takes them.
+"""Computes which keys move between which ranks, and where the receiving rank puts them.
 
-Every rank works all of it out from the same documents, so nobody asks anybody. Only keys that some
-row of a rank attends are moved: documents that ranks do not share move nothing. On their taker they
-lie *compact*: those of rank 0, of rank 1, and so on, each in the order of their owner's shard, and
-this rank's own where its turn is. In natural order that is their true order.
+Every rank computes all of it from the same documents, without communication. Only keys that some
+row of a rank attends are moved; documents within one rank move nothing. The receiving rank stores
+its keys *compactly*: those of rank 0, of rank 1, and so on, including its own in turn, each in the
+order of the owner's shard. In natural order this is their original order.
 """
 
 from __future__ import annotations
