@@ -19,8 +19,8 @@ _dispatch = CausalBiasDispatch()
 
 
 def install(is_enabled, plain_context) -> None:
-    """Stand before torch's dispatch of causal biases; ``is_enabled()`` says whether to act on
-    DTensors, ``plain_context()`` whether plain tensors are shards."""
+    """Replace torch's dispatch of causal biases. ``is_enabled()`` says whether to handle DTensors,
+    ``plain_context()`` whether plain tensors are shards."""
     torchs = _dispatch.get()
 
     def dispatch(
@@ -39,5 +39,5 @@ def install(is_enabled, plain_context) -> None:
 
 
 def remove() -> None:
-    """Put torch's dispatch back, unless somebody else has put another one since."""
+    """Put torch's dispatch back, unless it has been replaced by another one since."""
     _dispatch.restore()

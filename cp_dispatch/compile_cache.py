@@ -33,22 +33,22 @@ from cp_dispatch.planner import constants_here
 from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
-# Raised where a trace would give other graphs than those that caches hold, of the same version.
+# Increased when a trace gives different graphs than those that caches hold for the same version.
 _GENERATION = 2
 _groups: set[tuple] = set()
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace, as a hash
 
 
 def tag(state: object | None, calls: str = "") -> None:
-    """Put ``state``, groups and the calls of a trace into the tag; neither state nor calls removes
-    what was put."""
+    """Put ``state``, groups and the calls of a trace into the tag; without state and calls, remove
+    them."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None or calls:
         schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS, VARLEN_SCHEMAS
         limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
 
-        # What "auto" chooses hangs on the measured constants, what an op does on the version.
+        # The choice of "auto" depends on the measured constants, the ops depend on the version.
         constants = constants_here("cuda") if torch.cuda.is_available() else None
         text = repr(
             (
@@ -65,8 +65,8 @@ def _hash(text: str) -> str:
 
 
 def note_groups(query: DTensor, group_name: str, state: object) -> None:
-    """:func:`note_group` of a call whose graph holds where this rank is, in the ring's group and in
-    those of all mesh dims that shard ``query``. On a single rank too masks and documents stay."""
+    """:func:`note_group` for a call whose graph holds this rank's place in the ring's group and in
+    those of all mesh dims that shard ``query``. Keeps masks and documents on a single rank too."""
     keep_order()
     for dim, placement in enumerate(query.placements):
         if isinstance(placement, Shard):
@@ -75,9 +75,9 @@ def note_groups(query: DTensor, group_name: str, state: object) -> None:
 
 
 def note_group(group_name: str, state: object) -> None:
-    """A call in a trace uses a group: its name, its ranks and this rank's place in it enter the
-    tag, and the switches as they are now. The graph keeps to its order, see Note [Graphs of ranks].
-    """
+    """Record that a call in a trace uses a group: its name, its ranks, this rank's place in it and
+    the current switches become part of the tag. The graph keeps its order, see
+    Note [Graphs of ranks]."""
     group = None
     if group_name:
         keep_order()
@@ -89,7 +89,7 @@ def note_group(group_name: str, state: object) -> None:
 
 
 def note_decision(state: object | None) -> None:
-    """``state`` decides about a call, in a trace if any; None leaves it to torch."""
+    """Record that ``state`` decides about a call, if in a trace; None leaves the call to torch."""
     if dynamo_traces() is not None:
         _note_call(None, state)
 

@@ -44,7 +44,7 @@ class Dropout:
     def factors(
         self, tile: Tile, batch: int, heads: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """What probabilities of a tile are multiplied with: 0 or ``1 / (1 - probability)``,
+        """The factors of a tile's probabilities: 0 or ``1 / (1 - probability)``,
         ``(batch, heads, rows, keys)``."""
         device = self.seed.device
 
@@ -54,7 +54,7 @@ class Dropout:
         row = indices(self.batch_start + (tile.row or 0), batch)[:, None] * self.heads
         row = (row + indices(self.head_start, heads))[:, :, None] * self.query_length
         row = row + positions(tile.query_spans, device)
-        # Hashed twice: the counter of a long sequence's pairs would leave 64 bits otherwise.
+        # Hashed twice, because the number of pairs of a long sequence could exceed 64 bits.
         stream = _mix(row + self.seed * _GOLDEN_GAMMA)
         pair = _mix(stream[..., None] + positions(tile.key_spans, device) * _GOLDEN_GAMMA)
         uniform = (pair >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53

@@ -45,10 +45,11 @@ _MAX_KNOWN, _MAX_GRADIENTS = 256, 16
 
 
 def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -> tuple | None:
-    """All that a call without mask and dropout depends on; None where it has to go the whole way.
+    """Everything that a call without mask and dropout depends on; None if it has to take the full
+    path.
 
-    The mesh is in it by its groups: slices of one mesh are made anew again and again, and are as
-    good as each other, but meshes that are equal may have other groups.
+    The mesh is represented by its groups. Slices of one mesh may be created again and again, and
+    are equivalent; but equal meshes may have different groups.
     """
     if dispatch_modes_are_on() or not _are_plain_dtensors(query, key, value):
         return None
@@ -71,12 +72,12 @@ def _groups_of(mesh) -> tuple | None:
 
 
 def known(slot: tuple) -> Prepared | None:
-    """What :func:`learn` kept of calls like this one."""
+    """What :func:`learn` stored for calls like this one."""
     return _known.get(slot)
 
 
 def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) -> None:
-    """Keep what a call that went the whole way has found out; ``arguments`` are the op's."""
+    """Store the results of a call that took the full path; ``arguments`` are those of the op."""
     placements = [x.placements for x in (query, key, value)]
     target, key_target = target_placements(*placements)
     mesh = query.device_mesh
@@ -102,7 +103,7 @@ def _are_plain_dtensors(*tensors) -> bool:
 
 
 class Prepared:
-    """A kind of call."""
+    """A prepared kind of call."""
 
     def __init__(self, backend: str, mesh, arguments: tuple, output: DTensor, logsumexp: DTensor):
         self.backend = backend
@@ -174,8 +175,8 @@ class _Attention(torch.autograd.Function):
     @run_uncompiled
     def forward(ctx, prepared, query, key, value):
         output, logsumexp = prepared.forward(query, key, value)
-        # Not the output itself, which autograd would detach twice, nor a detached one: both go
-        # through DTensor's dispatch. Autograd cannot see that this one is written to.
+        # Neither the output itself, which autograd would detach twice, nor a detached one, because
+        # both go through DTensor's dispatch. Autograd cannot see writes into this one.
         saved = dress(local_tensor(output), dtensor_spec(output))
         ctx.save_for_backward(query, key, value, saved, logsumexp)
         recomputed.watch(output)

@@ -28,8 +28,8 @@ _done = weakref.WeakSet()  # managers of graphs that need nothing any more
 
 
 def note_trace(what: str, decides: Callable[[], object]) -> None:
-    """Give the graph that is being traced, if any, the guard that ``decides()`` stays equal, and
-    what it says to the keys of caches on disk."""
+    """Guard the graph that is being traced, if any, on ``decides()`` staying equal, and put its
+    value into the keys of on-disk caches."""
     state = decides()
     note_decision(state)
 
@@ -51,7 +51,7 @@ def override_comes(is_off: Callable[[], bool]) -> None:
 
 
 def override_goes() -> None:
-    """What was compiled until now has the guards that it needs."""
+    """Record that all graphs compiled until now have the guards that they need."""
     for _ in _new_graphs():
         pass
 

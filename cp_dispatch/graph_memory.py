@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def apart(device: torch.device, function: Callable[..., T], *args) -> T:
-    """Call a function on a thread of its own. Not in a capture, during which none may allocate."""
+    """Call a function on a separate thread. Not during a capture, when no thread may allocate."""
 
     def call():
         torch.cuda.set_device(device)

@@ -45,28 +45,29 @@ from cp_dispatch.graph_ops import keep as keep_op
 
 
 def communicates(op) -> bool:
-    """Whether an op is one of ours and may talk to other ranks."""
+    """Whether an op is one of ours that may communicate with other ranks."""
     return getattr(op, "namespace", None) == "cp_dispatch" and "group_name" in argument_names(op)
 
 
 def _knows_memory(op) -> bool:
-    """Whether an op knows masks or documents by their memory (:mod:`cp_dispatch.by_need.kept`).
-    Graphs that make several write one over another, and count no version of it."""
+    """Whether an op recognizes masks or documents by their memory
+    (:mod:`cp_dispatch.by_need.kept`). Graphs that make several of them overwrite one with another,
+    without a new version."""
     if getattr(op, "namespace", None) != "cp_dispatch":
         return False
     return any(name in ("kv_num", "cu_seq_q") for name in argument_names(op))
 
 
 def keep_order() -> None:
-    """To be called in a trace: see the first and last part of Note [Graphs of ranks]; and keep
-    masks and documents that a graph makes."""
+    """Call this in a trace, for the first and last item of Note [Graphs of ranks], and to keep
+    masks and documents that the graph makes."""
     keep_order_in_inductor(communicates, _knows_memory)
     save_in_partitioners(communicates)
 
 
 def keep_in_graph(result: Tensor, rows: Iterable[Tensor], backward: bool = False) -> None:
-    """In a trace on a rank where some of ``rows`` (its queries, its keys) are none, hold on to the
-    op that made ``result``, in the forward or in the backward."""
+    """In a trace on a rank where one of ``rows`` (its queries, its keys) is empty, keep the op that
+    made ``result`` in the graph, in the forward or in the backward."""
     if is_tracing() and any(0 in _local(x).shape for x in rows):
         keep_op(_local(result).detach())
         if backward:
@@ -75,7 +76,7 @@ def keep_in_graph(result: Tensor, rows: Iterable[Tensor], backward: bool = False
 
 
 def stay_in_backward(op: torch._ops.OpOverload) -> None:
-    """In a trace, let the call of ``op`` that was just made not move to the forward."""
+    """In a trace, keep the last call of ``op`` from moving to the forward."""
     if is_tracing():
         leave_in_backward(op)
 

@@ -68,7 +68,7 @@ def permute_sequence(
         tensors: of any shapes, dtypes and strides, on one device.
         index: see the module's docstring; per-batch rows belong to dim 0 of each tensor.
         dim: the sequence dim, of all tensors or of each.
-        checked: the values of ``index`` are known to be good (-1, or a row of every tensor).
+        checked: the values of ``index`` are known to be valid (-1, or a row of every tensor).
         unique: no row occurs twice, which spares the backward a sort. Not checked.
 
     Returns:
@@ -190,7 +190,7 @@ def _numel(tensor: Tensor, dim: int, length: int) -> int:
 
 
 def _rows_of(tensors, index, dims, start, length) -> tuple[list[Tensor], int]:
-    """The tensors narrowed to the rows in question, and how many rows the buffer has."""
+    """The tensors narrowed to the selected rows, and the number of rows in the buffer."""
     if not tensors or any(x.dtype is not tensors[0].dtype for x in tensors):
         raise ContextParallelError(
             "expected tensors of one dtype, got " + (", ".join(map(_described, tensors)) or "none")

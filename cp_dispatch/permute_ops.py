@@ -38,8 +38,8 @@ def _empty_rows(like: Tensor, dim: int, length: int) -> Tensor:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dims as they lie in memory, outermost first. Dims that say nothing about it, expanded
-    or of size 1, stay behind the dim they follow."""
+    """The dims in memory order, outermost first. Dims that have no place in it, because they are
+    expanded or of size 1, stay after the dim that they follow."""
     order: list[int] = []
     strides, sizes = tensor.stride(), tensor.shape
     for d in range(tensor.dim()):

@@ -22,8 +22,9 @@ LEAST_SAVED = 2**26
 
 
 def saved_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """What a backward of ``query (B, H, Sq, D)`` over ``key`` and ``value (B, Hkv, Sk, D)`` would
-    hold less: dK and dV of every query head, but for copies of query, output and both gradients."""
+    """Bytes that packing saves in a backward of ``query (B, H, Sq, D)`` over ``key`` and ``value
+    (B, Hkv, Sk, D)``: dK and dV of every query head, minus copies of query, output and both
+    gradients."""
     batch, heads, rows, dim = query.shape
     if heads == key.size(1):
         return 0
@@ -32,7 +33,7 @@ def saved_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def packed(tensors: Sequence[Tensor], key_heads: int) -> list[Tensor]:
-    """``(B, H, S, ...)`` as ``(B, Hkv, S * groups, ...)``, in one piece each."""
+    """``(B, H, S, ...)`` as contiguous ``(B, Hkv, S * groups, ...)``."""
     rows = [x.unflatten(1, (key_heads, -1)).transpose(2, 3) for x in tensors]
     found = [x.new_empty(x.shape) for x in rows]
     copy_rows(found, rows, None, [0] * len(rows), False)
@@ -40,7 +41,7 @@ def packed(tensors: Sequence[Tensor], key_heads: int) -> list[Tensor]:
 
 
 def unpacked(tensor: Tensor, heads: int) -> Tensor:
-    """The way back: ``(B, H, S, D)``, token-major."""
+    """The inverse of :func:`packed`: ``(B, H, S, D)``, token-major."""
     batch, key_heads, rows, dim = tensor.shape
     groups = heads // key_heads
     result = token_major(batch, heads, rows // groups, dim, like=tensor)
