@@ -54,7 +54,7 @@ def _detached(x: DTensor) -> DTensor:
 
 
 def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
-    """The dim of a captured tensor that lies in the layout, None if none does."""
+    """The dim of a captured tensor that is in the layout's order, None if there is none."""
     if plan.layout is None:
         return None
     dims = {
@@ -66,7 +66,7 @@ def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
 
 
 def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
-    """To true order (``which`` -1) or to the layout's (-2); of all batch rows."""
+    """Reorder to natural order (``which`` -1) or to the layout's (-2), in all batch rows."""
     every_row = [0, layout.rows, *part[2:]]
     order = torch.ops.cp_dispatch.flex_order(x, layout.text, which, every_row, layout.seq_len)
     if order.size(0) == 1:
@@ -77,11 +77,12 @@ def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
 
 
 def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
-    """``joint_graph``, the gradients of ``score_mod``, or traced anew where torch left what has no
+    """``joint_graph``, the gradients of ``score_mod``, traced again if torch left tensors without
     data in it.
 
-    An uncompiled forward traces it inside of the hooks of a checkpoint around, which put tensors of
-    the trace aside and bring others; gradients were whatever was in memory, as on one device.
+    An uncompiled forward traces it inside the saved-tensor hooks of a checkpoint around, which save
+    tensors of the trace and return different ones. Gradients would be garbage, as they are with
+    torch on one device.
     """
     if is_tracing() or not isinstance(joint_graph, GraphModule):
         return joint_graph
@@ -91,10 +92,11 @@ def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
 
 
 def have_gradients(joint_graph, count: int) -> list[bool]:
-    """Which of so many captured tensors ``score_mod``'s backward has gradients of.
+    """Which captured tensors have gradients in ``score_mod``'s backward.
 
-    Sums over ranks go by it: it is the same on all of them, also on those without rows, and in a
-    trace, where torch up to 2.13 promises a gradient of every tensor and gives None later.
+    It determines the sums over ranks, because it is the same on all of them, also on ranks without
+    rows and in a trace, where torch up to 2.13 announces a gradient for every tensor and returns
+    None later.
     """
     if not isinstance(joint_graph, GraphModule):
         return [True] * count

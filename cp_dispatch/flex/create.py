@@ -99,7 +99,7 @@ def _tables(mask_mod, B, H, place: Tensor, keys: int, q_block: int, kv_block: in
 
 
 def cut_block_mask(mask: BlockMask, mesh: DeviceMesh, layout: Balancer | None) -> BlockMask:
-    """This rank's rows of the mask of a whole sequence; ``.cp_whole`` holds that one."""
+    """This rank's rows of the mask of a whole sequence; ``.cp_whole`` holds the whole mask."""
     lengths = tuple(mask.seq_lengths)
     queries = _owned(mesh, lengths[0], layout, mask.kv_num_blocks.size(0))
     rank, sizes = _rank(mesh), tuple(mask.BLOCK_SIZE)

@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 
 def register(flight) -> Tensor:
-    """A token for a flight; once that is gone, so is the flight."""
+    """A token for a flight, which lives as long as the token."""
     number = next(_numbers)
     _flights[number] = flight
     token = torch.full((), number, dtype=torch.int64, device="cpu")
@@ -38,7 +38,7 @@ def register(flight) -> Tensor:
 
 
 def find(token: Tensor):
-    """The flight of a token, None if it is gone or was never here."""
+    """The flight of a token, None if it is unknown or gone."""
     return _flights.get(int(token))
 
 
@@ -47,11 +47,11 @@ def _forget(number: int) -> None:
 
 
 class Arrivals:
-    """Keys and values of one group of heads after the other on their way to this rank; for a
+    """Transfers of keys and values to this rank, one group of heads after the other; for a
     ``backward`` or a forward."""
 
     def __init__(self, ring: Ring, carrier, backward: bool):
-        # The carrier's indices are memory of the current stream, and nobody else may hold them.
+        # The carrier's indices are memory of the current stream, and may be held only here.
         self._ring, self.carrier, self.backward = ring, carrier, backward
         self._buffers, self._there = {}, {}
 
@@ -63,18 +63,18 @@ class Arrivals:
             self._there[group] = self._ring.mark()
 
     def take(self, group: int) -> Tensor | None:
-        """The keys of a group, for once, when they are there."""
+        """The keys of a group, once they have arrived; can be taken only once."""
         self._ring.wait(self._there.get(group))
         return self._buffers.pop(group, None)
 
     def __del__(self):
-        # What nobody took goes when the side stream needs it no more.
+        # Keys that were not taken are freed when the side stream no longer needs them.
         for group in list(self._buffers):
             self.take(group)
 
 
 class Returns:
-    """Gradients of one group of heads after the other on their way to the keys' owners."""
+    """Transfers of gradients to the keys' owners, one group of heads after the other."""
 
     def __init__(self, ring: Ring, grads: tuple[Tensor, Tensor]):
         #: dK and dV of this rank's keys, of all heads.
@@ -83,7 +83,7 @@ class Returns:
         self.sent = 0
 
     def start(self, carrier, aside, grads: list[Tensor]) -> None:
-        """Give what was put aside, and write the sums to a part of ``grads``."""
+        """Send the saved gradients, and write the sums to a part of ``grads``."""
         with self._ring.after(self._ring.mark()):
             carrier.give(aside, grads)
             self._there = self._ring.mark()
@@ -104,10 +104,10 @@ class Returns:
 
 
 def returns_of(token: Tensor, groups: int) -> Returns:
-    """The flight of a token after so many groups.
+    """The flight of a token, if this many groups have been sent.
 
     Raises:
-        ContextParallelError: it is not there.
+        ContextParallelError: if there is no such flight.
     """
     found = find(token)
     if not isinstance(found, Returns) or found.sent != groups:

@@ -59,7 +59,7 @@ def _set_off(flight: Arrivals, group: int, key: Tensor, value: Tensor, *args) ->
 
 
 def _boxes(carrier, key: Tensor, value: Tensor, mask, groups, backward, group, gradients=False):
-    """What :class:`ToTheEnd` takes of a group's pull by a carrier."""
+    """The arguments of :class:`ToTheEnd` for a group's pull by a carrier."""
 
     def rest():
         exchange, ring = exchange_of(mask, key.device), _ring(MaskJob(*mask), key)
@@ -75,7 +75,7 @@ def _box(carrier):
 
 
 def _flex_arrive(token: Tensor, after, key: Tensor, value: Tensor, *args) -> Tensor:
-    """The keys of one group, as ``flex_bring`` gives them; the next group's set off."""
+    """The keys of one group, as ``flex_bring`` returns them; starts the next group's transfer."""
     *mask, groups, group, fill = args
     flight = find(token)
     buffer = flight.take(group) if isinstance(flight, Arrivals) else None
@@ -101,7 +101,7 @@ def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -
         if group == 0:
             flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))
         grads = [_heads(x, groups, group) for x in flight.grads]
-        # Copies: what another stream reads is no memory of a graph.
+        # Copies, because another stream must not read memory of a graph.
         flight.start(carrier, carrier.put_aside((grad_key, grad_value), grads), grads)
     return register(flight)
 

@@ -24,7 +24,7 @@ from cp_dispatch.flex.rows import pack_rows, rows_of
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
 
-# With more runs of positions per rank than this there is no ring.
+# The largest number of runs of positions per rank for which a ring is possible.
 MAX_RUNS = 4
 
 
@@ -101,7 +101,7 @@ class Hop:
         self.window = window(keys, self.owner, block)
         self._shard = span_indices(sent.shard).to(device)
         self._places = span_indices(self.window.places(came.places)).to(device)
-        #: Whether no rank computes anything at this hop; decided alike by all.
+        #: Whether no rank computes anything at this hop; the same on all ranks.
         self.is_idle = not any(table[owner][(owner + hop) % size].rows for owner in range(size))
 
     def bring(self, group, key: Tensor, value: Tensor, into: Tensor) -> None:

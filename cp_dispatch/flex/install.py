@@ -50,8 +50,8 @@ def install(current_options, plain_context, enabled) -> None:
 
 
 def install_for_trace(current_options, plain_context) -> bool:
-    """Add the rules alone, for the trace in which this thread is, whatever is removed meanwhile;
-    whether that is new to it."""
+    """Add only the rules, for this thread's trace, even if they are removed for others meanwhile.
+    Returns whether this is new for the trace."""
     trace = dynamo_traces()
     if trace in _traces:
         return False
@@ -61,7 +61,7 @@ def install_for_trace(current_options, plain_context) -> bool:
 
 
 def trace_is_done(trace) -> None:
-    """As before :func:`install_for_trace`, if nobody else needs the rules; None is gone already."""
+    """Undo :func:`install_for_trace` if nothing else needs the rules; None: the trace is gone."""
     if trace is not None:
         _traces.discard(trace)
     if not _replaced:
@@ -69,7 +69,7 @@ def trace_is_done(trace) -> None:
 
 
 def remove() -> None:
-    """Take the rules out; that of the backward as soon as no forward waits for it."""
+    """Remove the rules; that of the backward as soon as no forward needs it any more."""
     graph_results.remove()
     while _replaced:
         set_plain_kernel(FORWARD, *_replaced.pop())

@@ -26,6 +26,6 @@ class Offered:
         *self._places, self.rows = accumulate((span.length for span in self.spans), initial=0)
 
     def place(self, row: int) -> int:
-        """Where a row of the shard lies among those that are offered; it is one of them."""
+        """The place of a row of the shard among the offered rows, of which it must be one."""
         run = bisect.bisect(self._starts, row) - 1
         return self._places[run] + row - self._starts[run]

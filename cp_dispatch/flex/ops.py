@@ -38,8 +38,8 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 #   kv_num, kv_indices, full_*    int32 (Bm, Hm, R), (Bm, Hm, R, C), global in batch and heads;
 #                                 of all rows, or, with local_rows, of this rank's alone
 # part is [first batch row, batch rows, first head, heads] of this rank. layout is the text of a
-# balancer, "" for natural order. Of the ranks of ring_shape this one is ring_rank; they are
-# group_name. whole: all keys go to all ranks, and nobody looks at the mask.
+# balancer, "" for natural order. This rank is ring_rank among the ranks of ring_shape, whose group
+# is group_name. whole: all keys go to all ranks, and the mask is not read.
 MASK = (
     "Tensor kv_num, Tensor kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices, "
     "SymInt query_length, SymInt key_length, int[] blocks, SymInt[] part, "
@@ -130,7 +130,7 @@ def _group_of(mask):
 
 
 def bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
-    """Room for keys and values of all positions."""
+    """The buffer for keys and values of all positions."""
     batch, heads, _, dim = key.shape
     lanes = job.lanes
     return key.new_empty((lanes, job.key_length, batch // lanes, heads, dim + value.size(3)))
@@ -231,7 +231,7 @@ def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
 
 
 def _order(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
-    """As ``flex_order`` gives it, and not to be written to."""
+    """The result of ``flex_order``; not to be written to."""
 
     def make() -> Tensor:
         balancer = from_text(layout)
@@ -258,12 +258,12 @@ def _flex_order_fake(like, layout, ring_rank, part, rows):
 
 
 def _flex_apart(parts: list[Tensor]) -> list[Tensor]:
-    """Copies in memory of their own."""
+    """Copies, each with its own memory."""
     return [x.clone() for x in parts]
 
 
 def _flex_listed(kv_num, kv_indices, full_kv_num, full_kv_indices, columns) -> Tensor:
-    """How every block is listed; see :func:`cp_dispatch.flex.cut.listed`."""
+    """A table of how every block is listed; see :func:`cp_dispatch.flex.cut.listed`."""
     return listed(Blocks(kv_num, kv_indices, full_kv_num, full_kv_indices), columns)
 
 
@@ -272,7 +272,7 @@ def _flex_listed_fake(kv_num, kv_indices, full_kv_num, full_kv_indices, columns)
 
 
 def check_rows(job: MaskJob, key: Tensor) -> None:
-    """A graph that was compiled for another length must not answer."""
+    """Refuse shards of other lengths, for example in a graph compiled for a different length."""
     wanted = job.keys.rows(job.ring_rank)
     if key.size(2) != wanted:
         raise ContextParallelError(

@@ -91,8 +91,8 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _hops(local: LocalFlex, backward: bool):
-    """``(hop, (keys, values))`` of every hop at which there is something to compute, or, where that
-    is not known, may be; at least the first."""
+    """``(hop, (keys, values))`` of every hop at which there is, or may be, something to compute; at
+    least the first."""
     key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
     fill = local.must_fill
     job = None if is_tracing() else MaskJob(*local.mask_arguments)

@@ -52,8 +52,8 @@ BACKWARD = torch.ops.higher_order.flex_attention_backward
 
 
 def rules(current_options, plain_context):
-    """The rules of both ops, under the options that ``current_options()`` says at a call, but for
-    those that a trace finds in a style; None leaves the call to torch. ``plain_context()`` is the
+    """The rules of both ops. They use the options that ``current_options()`` returns at a call, or
+    in a trace those of a style; None leaves the call to torch. ``plain_context()`` returns the
     block of plain shards."""
 
     def options_now(query):
@@ -118,8 +118,8 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     if _is_outside(call):
         return tuple(nothing(call.query, dims) for dims in (4, 3, 3))
     if _is_dynamos_look(call.query):
-        # Refusals wait for the call itself, which raises them as they are. But the keys of torch's
-        # caches are made next, and must tell ranks apart.
+        # Refusals are left to the call itself, which raises them unchanged. But torch makes its
+        # cache keys next, and these must differ between ranks.
         plan = make_plan(options, call)
         if plan.handler != "refused":
             LocalFlex(call, plan).note_trace(options)
@@ -239,12 +239,12 @@ def _is_outside(call: FlexCall) -> bool:
 
 
 def _is_dynamos_look(query) -> bool:
-    """Whether dynamo asks for shapes alone, before there is a graph."""
+    """Whether this is dynamo's first look, which only asks for shapes, before there is a graph."""
     return isinstance(query, DTensor) and is_fake(local_tensor(query))
 
 
 def _check_block(plain_context) -> None:
-    """The local call of a graph that inductor does not compile must not run in a block."""
+    """Refuse a graph that inductor does not compile inside a block, because of its local call."""
     if not is_tracing() or compiles_for_inductor():
         return
     note_trace("the block of context_parallel", plain_context)

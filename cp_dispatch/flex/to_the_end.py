@@ -17,12 +17,13 @@ _log = logging.getLogger("cp_dispatch")
 
 
 class ToTheEnd:
-    """Around what an op does until it has pulled.
+    """A context manager around an op, up to the end of its pull.
 
     Args:
-        box: whose rooms are read; None where collectives move rows, which end with their group.
-        rest: the boxes of later pulls of the call, each asked for when the one before was pulled;
-            None where collectives would come next.
+        box: the mailbox whose rooms are read; None if collectives move rows, which end with their
+            group.
+        rest: the mailboxes of later pulls of the call, each requested after the previous pull; None
+            if collectives would come next.
     """
 
     def __init__(self, box: Mailbox | None, rest: Iterable[Mailbox | None] = ()):
@@ -42,7 +43,7 @@ def finish(box: Mailbox, before: int, rest: Iterable[Mailbox | None] = ()) -> No
     try:
         if box.pulls == before:
             _flags_of(box)
-        else:  # its copies write to memory that nobody holds any longer
+        else:  # its copies write to memory that may be freed now
             box.wait()
         for later in rest:
             if later is None:

@@ -88,7 +88,7 @@ class _Gather:
                 job, go, q, block_key, block_value, out, lse, tiles, query_grad, grad_mask
             )
 
-        # Half of what is at home hides the gather, the other half the way of dK and dV.
+        # Half of the work with own keys overlaps with the gather, the other half with dK and dV.
         half = len(own) // 2
         with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, own[:half])
@@ -108,7 +108,7 @@ class _Gather:
 def shares_of_keys(
     job: Job, query: Tensor, key: Tensor, value: Tensor, parcels=parcels_of
 ) -> KeyShares:
-    """For the shares of dK and dV of gathered keys, in whose room they come."""
+    """The sums of shares of dK and dV of gathered keys; the shares arrive in the keys' room."""
     dtype = job.backend.gradient_dtype(key.dtype)
     nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
     # Before keys are in that room, for it may have to become larger. Nor may it do so for keys once
@@ -119,7 +119,8 @@ def shares_of_keys(
 
 @functools.lru_cache(maxsize=256)
 def _at_home(geometry: Geometry, rank: int) -> tuple[Tile, ...]:
-    """The tiles at home, as one where a rank's pieces follow each other and one covers the same."""
+    """The tiles with own keys, as a single one if the rank's pieces are adjacent and one tile
+    covers the same pairs."""
     own, whole = plan_of(geometry, rank).own, geometry.tiles(rank, rank)
     return whole if len(whole) == 1 and _pairs(whole) == _pairs(own) else own
 

@@ -16,9 +16,9 @@ _ALIGNMENT = 16  # bytes, of each tensor in a message
 
 
 class Swap:
-    """``count`` rows of tensors ``(B, H, S, ...)``, from row ``start`` on, on their way to the
-    mirror rank, whose come here; alike in all but H and the last dim on all ranks. Where a rank
-    does not send (``sends``), nothing comes to its mirror (``comes``)."""
+    """Exchanges ``count`` rows of tensors ``(B, H, S, ...)``, from row ``start`` on, with the
+    mirror rank. Shapes are the same on all ranks except for H and the last dim. If a rank does not
+    send (``sends``), its mirror receives nothing (``comes``)."""
 
     def __init__(
         self, ring: Ring, tensors: Sequence[Tensor], start: int, count: int, sends: bool = True,

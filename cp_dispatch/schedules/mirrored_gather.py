@@ -213,7 +213,7 @@ class _MirroredGather:
 
 
 class _Mine:
-    """What a rank has to do with its mirror, and its tiles; none where it has no rows."""
+    """A rank's exchange with its mirror, and its tiles; empty if it has no rows."""
 
     def __init__(self, job: Job, query: Tensor, backward: bool):
         shares = shares_of(job.geometry, job.rank, backward)
@@ -222,15 +222,15 @@ class _Mine:
         self.shares = shares if query.numel() else Shares()
 
     def swap(self, *tensors: Tensor) -> Swap:
-        """The second halves of tensors of this rank's rows for those of the mirror's."""
+        """Exchange the second halves of tensors with this rank's rows for the mirror's."""
         return Swap(self._ring, tensors, self._half, self._half, self._gives, self._takes)
 
     def swap_back(self, *tensors: Tensor) -> Swap:
-        """What was computed of the mirror's rows for what it computed of this rank's."""
+        """Exchange results of the mirror's rows for its results of this rank's rows."""
         return Swap(self._ring, tensors, 0, self._half, self._takes, self._gives)
 
     def nothing(self, dim: int, dtype, lse_dtype=None) -> tuple[Tensor, ...]:
-        """Room for what is not computed of the mirror's rows, which says how large it would be."""
+        """Empty results in place of those of the mirror's rows, to give their sizes."""
         query, shape = self._query, (*self._query.shape[:2], self._half)
         out = token_major(*shape, dim, like=query, dtype=dtype)
         return (out,) if lse_dtype is None else (out, query.new_empty(shape, dtype=lse_dtype))

@@ -34,7 +34,7 @@ class _OneBlock:
     def geometry(
         self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
     ) -> Geometry | RowGeometry:
-        """What is whole is in natural order, what is sharded lies in the layout."""
+        """Whole tensors are in natural order, sharded ones in the layout's."""
         ranks = math.prod(ring_shape)
         whole = ((Span(0, query_length if self.queries_are_whole else key_length),),) * ranks
         if layout is not None:

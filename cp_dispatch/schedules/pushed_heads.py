@@ -27,8 +27,8 @@ MOST_COPIES = 16
 
 
 class _Pushed:
-    """A message under way in a mailbox; with ``at_once`` the current stream waits for it, where
-    nothing is to be done meanwhile."""
+    """A message in transit in a mailbox. With ``at_once`` the current stream waits for it
+    immediately, because nothing can overlap with it."""
 
     def __init__(self, ring: Ring, box, moves: Moves, at_once: bool):
         self._ring, self._box, self._moves, self._at_once = ring, box, moves, at_once

@@ -32,8 +32,8 @@ from cp_dispatch.schedules.pair import Pair
 
 
 class _Hops:
-    """Whom a rank sends to and hears from at each hop, and where in the rooms: they hold two
-    ``pair``s of the longest shard, which hops take by turns."""
+    """The ranks that a rank sends to and receives from at each hop, and the places in the rooms,
+    which hold two ``pair``s of the longest shard, used by hops in turn."""
 
     def __init__(self, job: Job, box: Mailbox, pair: Pair):
         self.geometry, self.rank, self.box, self._pair = job.geometry, job.rank, box, pair
@@ -72,7 +72,7 @@ class PushedShards(_Hops):
 
     @contextlib.contextmanager
     def moving_on(self):
-        """Inside, compute with ``key`` and ``value``; meanwhile those of the next hop come."""
+        """Within it, compute with ``key`` and ``value``, while those of the next hop arrive."""
         self.hop += 1
         owner, reader = self.before(self.hop), self.after(self.hop)
         last = self.hop == self.world_size

@@ -111,7 +111,7 @@ def _keys(key: Tensor, value: Tensor, job: Job) -> TravellingKeys | PushedShards
 def _key_gradient(
     key: Tensor, value: Tensor, job: Job, pushed: bool
 ) -> TravellingGradient | ReturnedShares:
-    """``pushed``: keys are; where there was no room for them there is none for gradients."""
+    """``pushed``: whether copy engines move the keys; if not, they do not move gradients either."""
     dtype, box = job.backend.gradient_dtype(key.dtype), None
     if pushed:
         # Looks at all pairs of ranks, which are those of one host here.
@@ -131,9 +131,9 @@ def _box(name: str, pair: Pair, job: Job):
 
 
 class TravellingKeys:
-    """The key/value shard at hand, and the next one on its way.
+    """The current key/value shard, and the next one in transit.
 
-    Holds two buffers of one key/value shard each beside the rank's own tensors.
+    Holds two buffers of one key/value shard each, in addition to the rank's own tensors.
     """
 
     def __init__(self, key: Tensor, value: Tensor, job: Job):
@@ -150,8 +150,8 @@ class TravellingKeys:
 
     @contextlib.contextmanager
     def moving_on(self):
-        """Inside, compute with ``key`` and ``value``; meanwhile the shard of the next hop comes,
-        if some rank still needs one, and is at hand afterwards."""
+        """Within it, compute with ``key`` and ``value``, while the shard of the next hop arrives,
+        if some rank still needs one. Afterwards that is the current shard."""
         if self._hop >= self._transitions:
             yield
             self._hop += 1

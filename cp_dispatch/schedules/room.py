@@ -31,8 +31,8 @@ class Flags(NamedTuple):
 
 
 class Room:
-    """``own``, from :func:`memory`, with those of the other ranks of a group, which make theirs
-    together."""
+    """``own``, from :func:`memory`, and the same memory of the other ranks of a group, which all
+    create theirs together."""
 
     def __init__(self, group: dist.ProcessGroup, own: Tensor):
         self._own, self._rank = own, dist.get_rank(group)
@@ -80,7 +80,7 @@ class Room:
             self.views.clear()
 
     def retire(self) -> None:
-        """Another takes its place, or nobody asks for it any more."""
+        """Mark the room as replaced or freed."""
         self.is_current = False
         self.views.clear()  # what is kept there may refer to the box
 
@@ -90,8 +90,8 @@ class Room:
 
 
 def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
-    """Flags, which are 0, and ``size`` bytes that peers can address; where a rank has not got
-    them, all raise."""
+    """Flags, which are 0, and ``size`` bytes that peers can address. If a rank cannot allocate
+    them, all ranks raise."""
     found = error = None
     missing = torch.zeros(1, dtype=torch.int64, device=device)
     how = (HEADER + size,), (1,), torch.uint8, device
