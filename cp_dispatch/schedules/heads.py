@@ -53,7 +53,7 @@ class Heads:
     geometry = staticmethod(laid_out)
 
     def coarse(self, geometry: Geometry | RowGeometry) -> Geometry | RowGeometry:
-        """Who computes what among the groups, or in the one group that there is."""
+        """The geometry across the groups, or in the only group."""
         if self.across_name == "mirrored_ring":
             length = sum(map(geometry.query_length, range(geometry.world_size)))
             shape = (geometry.world_size // self.ranks,)
@@ -145,13 +145,13 @@ class Heads:
         return dq, dk, dv, grad_mask
 
     def messages(self, plan, rank: int, backward: bool) -> head_costs.Messages:
-        """What a plan with this schedule moves on a rank."""
+        """The messages of a rank for a plan with this schedule."""
         return head_costs.Messages(self, plan, rank, backward)
 
     @property
     def KnownCalls(self):  # noqa: N802  as modules name theirs
-        """See :mod:`cp_dispatch.schedules.known_heads`; of a hybrid, whose parts are schedules of
-        their own, nothing is known."""
+        """See :mod:`cp_dispatch.schedules.known_heads`. A hybrid, which consists of two schedules,
+        has no known calls."""
         return None if self.ranks else functools.partial(KnownHeads, functools.partial(Team, self))
 
     transfers = head_costs.transfers

@@ -34,9 +34,9 @@ from cp_dispatch.schedules.prefix_plan import gradient_parcels, prefixes_of
 
 
 class Known:
-    """The forward and the backward of one job, for tensors of the kind that came last. What they
-    are made of is for schedules to say: ``learn_forward`` and ``learn_backward``, which follow a
-    call that went the whole way, and has made the rooms."""
+    """The forward and the backward of one job, for tensors of the last kind. Schedules define them
+    in ``learn_forward`` and ``learn_backward``, which are called after a call that took the full
+    path and so has created the rooms."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -44,8 +44,8 @@ class Known:
         self._found: list[tuple[list, weakref.ref | None]] = [([], None), ([], None)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Output and logsumexp of query, key and value; None where the call has to go the whole
-        way, after which ``learn_forward`` may know it."""
+        """Output and logsumexp of query, key and value; None if the call has to take the full path,
+        after which ``learn_forward`` may learn it."""
         way = self._way(0, tensors)
         return None if way is None else way(*tensors)
 
@@ -69,7 +69,7 @@ class Known:
     def _keep(self, index: int, tensors: Sequence[Tensor], way, box: Mailbox | None) -> None:
         reference = None
         if way is not None:
-            # In the room, so that nobody holds one that another took the place of.
+            # Stored in the room, so that a replaced room is not kept alive.
             box.forget_many()
             box.views["known call", self, index] = way
             reference = weakref.ref(way)

@@ -20,8 +20,8 @@ from cp_dispatch.schedules.pushed_heads import are_thin, as_heads, goes_as_it_is
 
 
 class KnownHeads(Known):
-    """Of :class:`~cp_dispatch.schedules.heads.Heads`; ``team_of(job, query, key, value, backward)``
-    says how its calls go."""
+    """Known calls of :class:`~cp_dispatch.schedules.heads.Heads`; ``team_of(job, query, key, value,
+    backward)`` returns the team of a call."""
 
     def __init__(self, team_of: Callable, job: Job):
         super().__init__(job)
@@ -89,7 +89,7 @@ class _Way:
         return self._box.is_current
 
     def _send(self, *tensors: Tensor) -> None:
-        """Until the heads of this rank are there."""
+        """Send, and let the current stream wait for this rank's heads."""
         if not self._go_as_they_are:
             tensors, _ = packed_heads(self._parts, tensors, True)
         self._box.push_heads(tensors, self._numbers, True)
