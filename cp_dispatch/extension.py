@@ -106,6 +106,6 @@ def has_kernel(op: str, device_type: str) -> bool:
 
 @functools.cache
 def _mention_cuda() -> None:
-    # Not at import: most who have a torch with CUDA and no GPU need not know.
+    # Not at import: most users of a torch with CUDA but without a GPU need not know.
     if reason := _why_no_cuda():
         _report("CUDA kernels", reason)

@@ -104,7 +104,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
 
 
 def _shared_rows(plan: Plan, rank: int, there, back, sums: list[Transfer]) -> list[Transfer]:
-    """Of a mirrored gather. No keys are before those of the first rank, whose rows stay."""
+    """The collectives of a mirrored gather. No keys are before those of rank 0, whose rows stay."""
     if rank == 0:
         there = there._replace(bytes=0)
     if rank == plan.world_size - 1:
@@ -153,9 +153,9 @@ def _exchange(plan: Plan, rank: int, what: str, *parts: int) -> Transfer:
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
-    """About the bytes that a forward and a backward hold at their peak on a full rank, beside
-    inputs and what a kernel takes for itself: what kernels return, accumulators, buffers in
-    flight. (Many tiles at one hop hold a little more.)"""
+    """Approximate peak bytes of a forward and of a backward on a full rank, without inputs and
+    kernels' workspaces: results of kernels, accumulators, buffers in transit. (Many tiles at one
+    hop hold a little more.)"""
     if plan.backward_schedule:
         return extra_bytes(plan.of_forward)[0], extra_bytes(plan.of_backward)[1]
     schedule = SCHEDULES[plan.schedule_name]
@@ -266,7 +266,7 @@ def _times(plan: Plan) -> list[str]:
 
 
 def _blocks(plan: Plan, rank: int) -> tuple[int, int]:
-    """Blocks that ``rank`` computes, and those that there are for it."""
+    """The number of blocks that ``rank`` computes, and of all blocks for it."""
     schedule = SCHEDULES[plan.schedule if plan.head_groups > 1 else plan.schedule_name]
     if hasattr(schedule, "blocks"):
         return schedule.blocks(plan, rank)

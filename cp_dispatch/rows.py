@@ -181,6 +181,6 @@ for _name, _twin, _fake in (
         lambda index, size: index.new_empty((*index.shape[:-1], size)),
     ),
 ):
-    # Behind every kernel of the extension, and instead of those that it has not.
+    # Used where the extension has no kernel.
     library.impl(_name, _twin, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cp_dispatch::{_name}", _fake, lib=library)

@@ -44,8 +44,8 @@ SEQUENCE_DIM = 2
 def target_placements(query, key, value) -> tuple[tuple, tuple]:
     """Placements, per mesh dim, of the query and of key and value while an op runs.
 
-    Takes the placements that the three have. The rule, the plan and thereby the schedule agree
-    because all ask here.
+    The arguments are their present placements. The rule and the plan, and so the schedule, agree
+    because they all use this function.
     """
     pairs = [_targets(*placements) for placements in zip(query, key, value, strict=True)]
     return tuple(q for q, _ in pairs), tuple(k for _, k in pairs)
@@ -62,7 +62,7 @@ def _targets(query, key, value):
 
 
 def sequence_kinds(query, key, value) -> dict[int, str]:
-    """For each mesh dim over which some sequence is sharded, the schedule that it asks for."""
+    """For each mesh dim over which some sequence is sharded, the schedule that it implies."""
     sequence = Shard(SEQUENCE_DIM)
     names = {
         (True, True): "ring",
@@ -145,8 +145,8 @@ def _strategy(query_index: int, mask_index: int, order_index: int, backward: boo
 def _register(op: torch._ops.OpOverload, backward: bool) -> None:
     names = argument_names(op)
     query, mask, order = map(names.index, ("query", "attn_mask", "mask_order"))
-    # Of the arguments that are no tensors, the mask's order and what comes after it decide. Not the
-    # layout: torch forgets nothing, and data may come in another one at every step.
+    # Of the non-tensor arguments, the rule depends on the mask's order and those after it, not on
+    # the layout: torch's cache drops nothing, and every step may bring a new layout.
     register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=order))(
         _strategy(query, mask, order, backward)
     )

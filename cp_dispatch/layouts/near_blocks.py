@@ -38,11 +38,11 @@ _LITTLE = 1 / 32
 def near_blocks(
     work: Sequence[float], keys: NearKeys, wanted: Sequence[float], room: float
 ) -> list[list[Runs]]:
-    """Proposals of what runs of blocks each rank owns, as many blocks for all.
+    """Proposals for the runs of blocks that each rank owns, with equal numbers of blocks.
 
     Args:
-        wanted: work for each rank, which add up to that of all blocks.
-        room: how much more a rank may have; some may still have more.
+        wanted: the work that each rank should have; the sum is the work of all blocks.
+        room: by how much a rank may exceed it; some may still exceed it by more.
     """
     found = []
     for part in (1 / 2, 1):
@@ -64,8 +64,8 @@ class _Search:
         self.random = random.Random(0)  # the same on every rank
 
     def halve(self, runs: Runs, ranks: Sequence[int], level: int) -> None:
-        """Give ``runs`` to ``ranks``. What a half has too much its own halves cannot mend, so the
-        room for that grows from level to level."""
+        """Give ``runs`` to ``ranks``. If a half has too much work, its own halves cannot correct
+        that, so the tolerance grows from level to level."""
         if len(ranks) == 1:
             self.owned[ranks[0]] = runs
             return
@@ -84,8 +84,8 @@ class _Search:
         self.halve(outside, others, level + 1)
 
     def improve(self) -> int:
-        """Let the rank that moves most share its blocks anew with others, the idlest first.
-        Returns how many it moves in the end."""
+        """Redistribute blocks between the rank with the most traffic and others, those with the
+        least traffic first. Returns how many blocks that rank moves in the end."""
         traffic = Traffic(self.keys, self.owned)
         pairs, runs = _PAIRS, _PAIR_RUNS
         while min(pairs, runs) > 0 and traffic.price[0] > self.each * _LITTLE:
@@ -101,7 +101,8 @@ class _Search:
         return traffic.price[0]
 
     def share_anew(self, rank: int, other: int, traffic: Traffic) -> bool:
-        """Whether that made the most that a rank moves, or else the sum, smaller."""
+        """Redistribute the blocks of two ranks. Returns whether that reduced the largest traffic of
+        a rank or, if that is unchanged, the sum."""
         before = {rank: self.owned[rank], other: self.owned[other]}
         price, best = traffic.price, before
         runs = self.keys.join(before[rank] + before[other])

@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     #: Global positions of the rows and of the keys.
     query_spans: tuple[Span, ...]
     key_spans: tuple[Span, ...]
-    #: Where the first key stands among all keys, shard after shard.
+    #: The place of the first key among all keys, shard after shard.
     key_place: int = 0
     #: The one batch row that this is for, None for all.
     row: int | None = None
@@ -69,8 +69,8 @@ def cut(spans: tuple[Span, ...], start: int, length: int) -> tuple[Span, ...]:
 def tiles(
     query: tuple[Span, ...], key: tuple[Span, ...], causal: bool, key_place: int
 ) -> tuple[Tile, ...]:
-    """What the rows of ``query`` compute with the keys of ``key``, most rows first: what covers
-    all rows begins a result without a merge. See Note [Tiles]."""
+    """The tiles of the rows of ``query`` with the keys of ``key``, those with the most rows first:
+    a tile that covers all rows starts a result without a merge. See Note [Tiles]."""
     rectangles = sorted(_rectangles(query, key, causal), key=lambda r: (-r[1], r[0], r[2]))
     return tuple(
         Tile(

@@ -29,7 +29,7 @@ def forward(
     Args:
         query, key, value: ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``.
         sizes: ``(rows, keys)`` of each piece, together T and M.
-        window: aligned at the bottom right of each piece.
+        window: aligned to the bottom right of each piece.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty((query.size(1), query.size(0)), dtype=wide_dtype(query.dtype))

@@ -31,7 +31,8 @@ from cp_dispatch.layouts import Span
 
 
 class Window(NamedTuple):
-    """How many keys before and after the diagonal a row sees, itself aside; -1: all."""
+    """How many keys a row sees before and after the diagonal, not counting the diagonal; -1:
+    all."""
 
     left: int
     right: int
@@ -50,13 +51,13 @@ class Window(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Where documents begin in the packed sequences, and at last where they end."""
+    """The starts of documents in the packed sequences, and the end of the last one."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
 
     def reasons(self, window: Window, query_length: int, key_length: int) -> list[str]:
-        """Why they cannot be attended, each with what to do."""
+        """Reasons why the documents are not supported, each with what to do."""
         given = ("cu_seq_q", self.queries, query_length), ("cu_seq_k", self.keys, key_length)
         reasons = [reason for one in given for reason in _not_cumulative(*one)]
         if len(self.queries) != len(self.keys):
@@ -98,7 +99,7 @@ def lengths(starts: Sequence[int]) -> list[int]:
 
 
 class Piece(NamedTuple):
-    """See Note [Pieces]: rows of the shard, positions of keys, and which document it is of."""
+    """See Note [Pieces]: rows of the shard, positions of keys, and the piece's document."""
 
     row: int
     rows: int

@@ -36,15 +36,15 @@ _installed: list[torch.library.Library] = []
 
 
 def install(current_options, plain_context) -> None:
-    """Stand before torch's kernels, until :func:`remove`.
+    """Install kernels in front of torch's, until :func:`remove`.
 
-    ``current_options()`` are those of DTensors or None, ``plain_context()`` says whether plain
-    tensors are shards.
+    ``current_options()`` returns the options for DTensors or None, ``plain_context()`` says whether
+    plain tensors are shards.
     """
     ops = [] if _installed else varlen_ops()
     if not ops:
         return
-    # All fetched first: a kernel at one key changes what torch computes for the others.
+    # All are fetched first: a kernel at one key changes what torch computes for the others.
     kernels = {
         (op, key): torch.library.get_kernel(f"torch_attn::{op}", key) for op in ops for key in _KEYS
     }
@@ -61,7 +61,7 @@ def install(current_options, plain_context) -> None:
 
 
 def remove() -> None:
-    """Leave torch's kernels as they were."""
+    """Restore torch's kernels."""
     if _installed:
         withdraw(_installed.pop())
         for op in varlen_ops():

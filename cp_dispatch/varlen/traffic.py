@@ -18,7 +18,7 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window, pieces_of, union
 
-#: Rows of keys that a kernel may be given for each different one of them.
+#: The largest number of copies per key, on average, that a kernel may need.
 _MOST_COPIES = 4
 
 
@@ -69,8 +69,8 @@ def traffic_of(
     """The moves of ``rank``.
 
     Raises:
-        ContextParallelError: on every rank, where a layout cuts documents into so many runs that
-            some rank would hold every key many times.
+        ContextParallelError: on every rank, if a layout cuts documents into so many runs that some
+            rank would hold every key many times.
     """
     ranks = range(keys.world_size)
     pieces = [tuple(pieces_of(documents, window, queries.spans(r))) for r in ranks]
@@ -99,7 +99,7 @@ def traffic_of(
 
 
 def _are_shared(pieces: Sequence[Piece], needed: Sequence[Span]) -> bool:
-    """Whether pieces have keys in common; not too many, or it raises."""
+    """Whether pieces have keys in common. Raises if they have too many."""
     held = sum(piece.keys for piece in pieces)
     if held > _MOST_COPIES * _length(needed):
         raise ContextParallelError(
