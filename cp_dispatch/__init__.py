@@ -4,7 +4,7 @@
     import cp_dispatch
     cp_dispatch.enable()
 
-Importing changes nothing of torch; ``enable()`` does, and ``disable()`` undoes it.
+Importing the package does not change torch. ``enable()`` does, and ``disable()`` undoes it.
 """
 
 from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas

@@ -1,4 +1,4 @@
-"""``python -m cp_dispatch``: the command line."""
+"""Command line of cp_dispatch: plot layouts, or calibrate the cost model for a kind of GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cp_dispatch.errors import ContextParallelError
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cp_dispatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    text = "draw which rank owns which rows of a mask, and the work of each"
+    text = "plot which rank owns which rows of a mask, and the work per rank"
     command = commands.add_parser("plot", help=text, description=text)
     plot.add_arguments(command)
     command.set_defaults(run=plot.run)
-    text = "measure what this kind of GPU takes for kernels and messages (under torchrun)"
+    text = "measure how long kernels and messages take on this kind of GPU (run under torchrun)"
     command = commands.add_parser("calibrate", help=text, description=text)
     calibrate.add_arguments(command)
     command.set_defaults(run=calibrate.run)

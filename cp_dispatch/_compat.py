@@ -1,7 +1,7 @@
 """Every private torch symbol that cp_dispatch uses, in one place.
 
-Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). Nothing else in the package
-may use a name that torch marks as private, but for ``Tensor._version``, which its docs name.
+Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). No other module of the package
+may use a name that torch marks as private, except ``Tensor._version``, which torch documents.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-# As kernels of torch's autograd: what is made below is no view of anything, so that users may write
-# to results in place.
+# Like the kernels of torch's autograd: results made below it are not views, so users may write to
+# them in place.
 from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
@@ -127,7 +127,7 @@ __all__ = [
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode AD follows a tensor."""
+    """Whether a tensor has a tangent of forward-mode AD."""
     level = torch.autograd.forward_ad._current_level
     return level >= 0 and (
         torch.autograd.forward_ad.unpack_dual(tensor, level=level).tangent is not None
@@ -176,9 +176,9 @@ def profiler_is_on() -> bool:
 
 
 def forget_resolved_kernels(op: torch._ops.OpOverload) -> None:
-    """Let the Python dispatcher, which traces go by, look up an op's kernels anew; registering and
-    removing one does not. It would go on to a kernel of autograd's that is no longer there, whose
-    stand-in computes no gradients."""
+    """Make the Python dispatcher, which traces use, look up an op's kernels again, since
+    registering or removing one does not. It would otherwise call an autograd kernel that no longer
+    exists, whose stand-in computes no gradients."""
     op._dispatch_cache.clear()
 
 
@@ -188,7 +188,7 @@ def argument_names(op: torch._ops.OpOverload) -> list[str]:
 
 
 def withdraw(library: torch.library.Library) -> None:
-    """Take out all that was registered with a library, now and not when it is collected."""
+    """Remove everything registered with a library now, not when it is garbage-collected."""
     library._destroy()
 
 
@@ -198,7 +198,7 @@ def kernel_is_registered(op: str, dispatch_key: str) -> bool:
 
 
 def dispatch_modes_are_on() -> bool:
-    """Whether anybody watches or replaces operators in this thread, as any trace does."""
+    """Whether a dispatch mode is on in this thread, as in any trace."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -215,27 +215,28 @@ is_capturing: Callable[[], bool] = (
 
 
 def is_of_replays(x: torch.Tensor) -> bool:
-    """Whether the CUDA graphs of ``torch.compile(mode="reduce-overhead")`` give this tensor, or the
-    one that it is a view of, at each replay: with other contents and the same version."""
+    """Whether this tensor, or its base, is an output of the CUDA graphs of
+    ``torch.compile(mode="reduce-overhead")``: each replay changes its contents but not its
+    version."""
     is_cached = torch._C._is_cached_tensor
     return is_cached(x) or (x._is_view() and is_cached(x._base))
 
 
 def add_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type, rule) -> None:
-    """Let a higher-order op run ``rule`` where an argument is of a tensor subclass; a rule that
+    """Let a higher-order op run ``rule`` if an argument is of a tensor subclass. A rule that
     returns NotImplemented leaves the call to others."""
     remove_subclass_rule(op, kind)
     op.py_impl(kind)(rule)
 
 
 def remove_subclass_rule(op: torch._ops.HigherOrderOperator, kind: type) -> None:
-    """As before :func:`add_subclass_rule`."""
+    """Undo :func:`add_subclass_rule`."""
     op.python_key_table.pop(kind, None)
 
 
 def trace_gradients(score_mod, query: torch.Tensor, captured: tuple):
-    """The graph of the gradients of a ``score_mod``, as torch traces it before a forward, outside
-    of all hooks and from below autograd."""
+    """Trace the gradients of a ``score_mod``, as torch does before a forward, but outside all
+    saved-tensor hooks and below autograd."""
     index = [torch.zeros((), dtype=torch.int, device=query.device) for _ in range(4)]
     score = torch.zeros((), dtype=query.dtype, device=query.device, requires_grad=True)
     # Imported here, for dynamo takes a second.
@@ -270,13 +271,13 @@ def plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key):
 
 
 def set_plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key, kernel) -> None:
-    """Put a kernel there, also where the op remembers the one before."""
+    """Replace that kernel, also in the op's cache."""
     op.py_kernels[dispatch_key] = kernel
     op._dispatch_cache.clear()
 
 
 class StaticMethod:
-    """A static method of a class of torch's, for reading, replacing, restoring."""
+    """A static method of a torch class that can be read, replaced and restored."""
 
     def __init__(self, owner: type, name: str):
         self._owner, self._name = owner, name
@@ -327,11 +328,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 def new_group_of_these(ranks: Sequence[int], **options) -> dist.ProcessGroup:
-    """A group that its ranks make among themselves, whatever others do meanwhile.
+    """A group that its ranks create among themselves, without the other ranks.
 
-    Where ``init_process_group`` got a ``device_id``, ``new_group`` splits a communicator off that
-    of the world, which NCCL does with all its ranks together, also with local synchronization: a
-    stage of a pipeline would wait for another that waits for it.
+    If ``init_process_group`` got a ``device_id``, ``new_group`` splits the communicator off the
+    world's. NCCL does that with all ranks of the world together, even with local synchronization,
+    so a pipeline stage would wait for another one that waits for it.
     """
     world = dist.distributed_c10d._get_default_group()
     device, apart = world.bound_device_id, len(ranks) < dist.get_world_size()
@@ -350,11 +351,12 @@ _group_names = threading.local()
 
 @contextlib.contextmanager
 def _named_by_ranks(ranks: Sequence[int]):
-    """Inside, a group gets a name that follows from its ranks, by which they find each other.
+    """Within it, a group gets a name that is derived from its ranks, by which they find each other.
 
-    Torch's name counts the groups that a rank is in, or on torch 2.14 has made, of which another
-    may have more: the ranks would wait for each other under two names. And there the count goes
-    up on these ranks alone, so that a later group of more ranks would have two names as well.
+    Torch's name contains the number of groups that a rank is in or, in torch 2.14, has created.
+    That number may differ between ranks, which would then wait for each other under different
+    names. In torch 2.14 the count also increases only on these ranks, so a later group with more
+    ranks would have different names too.
     """
     c10d = dist.distributed_c10d
     if not hasattr(c10d._process_group_name, "of_cp_dispatch"):
@@ -370,7 +372,8 @@ def _named_by_ranks(ranks: Sequence[int]):
 
 
 def _or_torchs_name(torchs):
-    """For good, as threads make groups side by side: whoever wants no name of ours gets torch's."""
+    """Installed permanently, because threads create groups concurrently. Groups without a name of
+    ours get torch's."""
 
     @functools.wraps(torchs)
     def name(ranks, use_hashed_name):
@@ -389,8 +392,8 @@ except ImportError:
 #: Mesh, placements, global shape, strides and dtype of a DTensor, hashable.
 dtensor_spec: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
 
-#: This rank's shard of a DTensor, without autograd and without a collective. (Both are asked for
-#: many times a call, where a function of Python takes longer than what it does.)
+#: This rank's shard of a DTensor, without autograd and without a collective. (Both are read many
+#: times per call, and a Python function would cost more than the access.)
 local_tensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
@@ -406,7 +409,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 class Unflatten(StaticMethod):
-    """The one by which compiled graphs make the DTensors that they return."""
+    """The static method by which compiled graphs make the DTensors that they return."""
 
     def __init__(self):
         super().__init__(DTensor, "__tensor_unflatten__")
@@ -431,19 +434,20 @@ def torch_context_parallel_is_on() -> bool:
 
 
 def skip_code(function) -> None:
-    """Let no frame of a function be compiled; it may still be traced as a part of another."""
+    """Keep dynamo from compiling frames of a function. It may still be traced as part of another
+    one."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
 
 
 def run_uncompiled(function):
-    """A decorator for what torch calls from C++: neither it nor what it calls is compiled, though
-    it may be traced as a part of something else.
+    """A decorator for functions that torch calls from C++. Dynamo compiles neither them nor what
+    they call, though they may be traced as part of another function.
 
-    Where a graph broke, and in a backward inside a compiled function, dynamo compiles all Python
-    that runs, but for torch's own: a schedule in pieces, and saved tensors whose versions and
-    specs it does not know.
+    After a graph break, and in a backward inside a compiled function, dynamo compiles all Python
+    code that runs, except torch's own. It would compile a schedule in pieces, and saved tensors
+    whose versions and specs it does not know.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
@@ -451,7 +455,7 @@ def run_uncompiled(function):
 
 
 def count_traced(functions) -> int:
-    """How many calls of these functions are in the graphs that dynamo makes at the moment."""
+    """How many calls of these functions are in the graphs that dynamo is currently making."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
@@ -463,8 +467,8 @@ def count_traced(functions) -> int:
 # Inside, functions do not look at __torch_function__ of their arguments; dynamo knows it.
 without_subclass = torch._C.DisableTorchFunctionSubclass
 
-# Something where this thread is in the middle of a compilation by dynamo, else None. Every call
-# asks, so it is torch's own function.
+# Not None while dynamo compiles in this thread. Every call checks it, so it is torch's own
+# function.
 dynamo_traces = torch._guards.TracingContext.try_get
 
 
@@ -475,7 +479,7 @@ def size_hint(size) -> int:
 
 
 def put_known_sizes(tensor: DTensor) -> None:
-    """In a trace, put numbers into a DTensor's spec where all its sizes have become constants.
+    """In a trace, put ints into a DTensor's spec if all its sizes have become constants.
 
     Torch (2.11 to 2.14) looks up such a spec in its cache, and a symbolic stride has no hash.
     """
@@ -500,9 +504,9 @@ def compiles_for_inductor() -> bool:
 
 
 def save_in_traced_checkpoints(op: torch._ops.OpOverload) -> None:
-    """In a trace of a checkpointed region, keep what ``op`` has just returned for the backward.
+    """In a trace of a checkpointed region, save the last result of ``op`` for the backward.
 
-    For random numbers: where torch 2.13 recomputes them, it takes the meshes of DTensors for the
+    For random numbers: if torch 2.13 recomputes them, it mistakes the meshes of DTensors for the
     generator's states and fails.
     """
     node = _just_traced(op)
@@ -520,7 +524,8 @@ def leave_in_backward(op: torch._ops.OpOverload) -> None:
 
 def leave_in_forward(op: torch._ops.OpOverload) -> None:
     """In a trace of a backward, keep the partitioner from repeating the forward's calls of ``op``
-    there. In the trace of the forward it is too early: at its end torch tags all nodes anew."""
+    in the backward. The trace of the forward is too early, because at its end torch tags all nodes
+    again."""
     mode = get_proxy_mode()
     for node in mode.tracer.graph.nodes if mode is not None else ():
         if node.target is op and node.meta.get("partitioner_tag") == "is_forward":
@@ -538,11 +543,11 @@ def _just_traced(op: torch._ops.OpOverload):
 
 
 def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
-    """From now on, leave the ops of graphs of which ``communicates(op)`` in their order, among
-    themselves and among torch's collectives; inductor cares for these alone. And write nothing
-    over integers that a graph has made for an op of which ``knows_memory(op)``.
+    """From now on, keep the order of ops with ``communicates(op)`` in inductor's graphs, among
+    themselves and relative to torch's collectives; inductor orders only the latter. Also keep
+    graphs from overwriting integers that they made for an op with ``knows_memory(op)``.
 
-    Stays: backwards are compiled when they first run. Where inductor is not at work, nothing.
+    Permanent, because backwards are compiled when they first run. No effect without inductor.
     """
     if "torch._inductor.compile_fx" not in sys.modules:
         return
@@ -566,7 +571,7 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
             if not is_own and not comms.contains_collective(node):
                 continue
             if last is not None and (is_own or last[1]):
-                # As torch chains its own: an order, which keeps no memory alive.
+                # Like torch's own chain: an order that keeps no memory alive.
                 after = next(iter(node.get_buffer_names()))
                 for name in last[0].get_buffer_names():
                     node.add_fake_dep(WeakDep(name, mutating_buf=after, is_fake=True))
@@ -578,10 +583,10 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
 
 
 def save_in_partitioners(communicates) -> None:
-    """From now on, let no backward of a graph repeat ops of which ``communicates(op)``, but where a
-    checkpoint says so, as torch does with its own collectives.
+    """From now on, keep backwards of graphs from repeating ops with ``communicates(op)``, except in
+    checkpoints, as torch does with its own collectives.
 
-    Stays, as :func:`keep_order_in_inductor`.
+    Permanent, like :func:`keep_order_in_inductor`.
     """
     from torch._functorch import partitioners
 
@@ -640,9 +645,9 @@ def _is_one(node) -> bool:
 
 
 def guard_trace(check, words: str, key: object) -> None:
-    """Make the graph that dynamo traces in this thread, if any, valid only where ``check``,
-    which gets the frame's locals, is true, and the sizes of DTensors that were constants are the
-    same. A second guard of an equal ``key`` changes nothing."""
+    """Guard the graph that dynamo traces in this thread, if any, on ``check``, which gets the
+    frame's locals, and on the sizes of DTensors that were constants. A second guard with an equal
+    ``key`` has no effect."""
     context = dynamo_traces()
     if context is None:
         return
@@ -658,8 +663,8 @@ def guard_trace(check, words: str, key: object) -> None:
 
 
 def when_traced(function) -> None:
-    """Call ``function`` when the graph that dynamo traces in this thread is compiled; never where
-    that fails."""
+    """Call ``function`` once the graph that dynamo traces in this thread is compiled; never if that
+    fails."""
 
     def create(builder, guard) -> None:  # guards come last
         function()
@@ -669,8 +674,8 @@ def when_traced(function) -> None:
 
 
 def _guard_sizes(builder) -> None:
-    """Dynamo guards the sizes of a DTensor's shard alone, and a shard can be alike where the
-    DTensor is not: then some ranks would compile anew and others not."""
+    """Dynamo guards only on the sizes of a DTensor's shard. DTensors of different sizes can have
+    equal shards on some ranks, and then only the other ranks would recompile."""
     graph = builder.check_fn_manager.output_graph
     # Export makes its guards of less, and nobody calls them.
     for tracked in getattr(graph, "tracked_fakes", ()):

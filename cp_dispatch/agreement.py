@@ -1,9 +1,9 @@
-"""The debug mode: do all ranks make the same call?
+"""Debug mode: checks that all ranks make the same call.
 
 With ``CP_DISPATCH_DEBUG=1`` every call begins with one exchange of 32 bytes per rank and mesh dim.
 Ranks that disagree on shapes, dtypes, placements or options would otherwise wait for each other
-for ever; here all of them raise, and say what each one has. A rank that refuses its call before
-that says so in the same exchange.
+forever; in debug mode all of them raise, and report what each one has. A rank that refuses its call
+earlier reports that in the same exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cp_dispatch.switches import is_on
 
 
 def debug_is_on() -> bool:
-    """Whether ``CP_DISPATCH_DEBUG`` is set; a trace has nobody to ask."""
+    """Whether ``CP_DISPATCH_DEBUG`` is set; False in a trace, which cannot communicate."""
     return is_on("CP_DISPATCH_DEBUG", False) and not is_tracing()
 
 
@@ -33,7 +33,7 @@ def check_agreement(options: Options, call: Call) -> None:
     """Raise on every rank of the mesh if the ranks' calls differ.
 
     Raises:
-        ContextParallelError: with what this rank and its peers were given.
+        ContextParallelError: if they do, with the arguments of this rank and of its peers.
     """
     agree("scaled_dot_product_attention", _signature(options, call), _tensors(call))
 
@@ -45,10 +45,9 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
     ``mesh`` is that of the first DTensor, if it is not given.
     """
     wholes = [x for x in tensors if isinstance(x, DTensor)]
-    # Shards that do not have the shapes that their global shape implies are wrong even if all
-    # ranks agree on that.
+    # Shards of other shapes than their global shape implies are wrong even if all ranks agree.
     wrong = not all(map(local_shape_fits, wholes))
-    # By its name too: ranks may call different functions.
+    # With its name, because ranks may call different functions.
     text = f"    {what}\n{text}"
     texts = _compare(wholes[0].device_mesh if mesh is None else mesh, text, wrong)
     if texts is None:
@@ -61,22 +60,22 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
     if refusing:
         head, advice = (
             f"rank {', '.join(map(str, refusing))} refused this {what} call, so all ranks raise",
-            "Make the call on every rank one that is supported.",
+            "Make a supported call on every rank.",
         )
     else:
         head, advice = (
             f"the ranks do not agree on this {what} call",
-            "Make every rank of the mesh call with the same global shapes, dtypes, placements and "
+            "Every rank of the mesh must use the same global shapes, dtypes, placements and "
             "options.",
         )
     raise ContextParallelError(
-        f"{head} (CP_DISPATCH_DEBUG=1 found it, nothing was computed).\n{given}\n  {advice}"
+        f"{head} (found by CP_DISPATCH_DEBUG=1, nothing was computed).\n{given}\n  {advice}"
     )
 
 
 def tell_refusal(mesh: DeviceMesh, error: ContextParallelError) -> None:
-    """In the debug mode, take part in the exchange with which the other ranks' call begins, so that
-    they raise as well; the caller raises ``error``."""
+    """In debug mode, take part in the exchange at the start of the other ranks' call, so that they
+    raise too; the caller raises ``error``."""
     if debug_is_on():
         with outside_functorch():
             _compare(mesh, f"{_REFUSAL}{_indented(str(error))}", False)
@@ -94,14 +93,14 @@ def _indented(text: str) -> str:
 
 
 def _compare(mesh: DeviceMesh, text: str, wrong: bool) -> dict[int, str] | None:
-    """The texts of all ranks, if they differ or something is ``wrong`` on one of them, else None;
-    None also on a rank that is not in the mesh."""
+    """The texts of all ranks if they differ or something is ``wrong`` on one of them, else None.
+    Also None on a rank that is not in the mesh."""
     if mesh.get_coordinate() is None:
         return None
     digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
     digest = digest.to(mesh.device_type)
     differ = torch.full((), int(wrong), dtype=torch.int32, device=mesh.device_type)
-    # Dim after dim, so that a difference anywhere in the mesh reaches every rank.
+    # One mesh dim after the other, so that a difference anywhere reaches every rank.
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         every = [torch.empty_like(digest) for _ in range(mesh.size(dim))]
@@ -124,7 +123,7 @@ def _tensors(call: Call) -> tuple:
 
 
 def _signature(options: Options, call: Call) -> str:
-    """All that must be the same on every rank, in words."""
+    """Everything that must be the same on every rank, in words."""
     fits = all(local_shape_fits(x) for x in _tensors(call) if isinstance(x, DTensor))
     lines = [
         call.describe(),
@@ -139,7 +138,7 @@ def _signature(options: Options, call: Call) -> str:
 
 
 def _device_kind(call: Call) -> str:
-    """The kind of GPU and what was measured of it, by which kernels and schedules are chosen."""
+    """The kind of GPU and its measured constants, which determine kernels and schedules."""
     if not call.query.is_cuda:
         return "CPU"
     name = torch.cuda.get_device_name()

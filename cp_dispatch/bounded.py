@@ -1,5 +1,4 @@
-"""What remembers a number of things: programs whose shapes change all the time forget the oldest,
-and not everything at once."""
+"""Caches of bounded size, which drop the oldest entries of programs whose shapes keep changing."""
 
 from __future__ import annotations
 

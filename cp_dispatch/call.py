@@ -1,4 +1,4 @@
-"""One call of ``scaled_dot_product_attention`` as data."""
+"""``Call``: the arguments of one ``scaled_dot_product_attention`` call as data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call:
         return {"query": self.query, "key": self.key, "value": self.value}
 
     def describe(self) -> str:
-        """The call in one line a tensor, for messages."""
+        """The call in words, one line per tensor, for messages."""
         lines = [f"{name}: {describe_tensor(x)}" for name, x in self.tensors.items()]
         if self.attn_mask is not None:
             lines.append(f"attn_mask: {describe_tensor(self.attn_mask)}")
@@ -43,7 +43,7 @@ class Call:
 
 
 def sharded_dims(tensor: DTensor, tensor_dim: int) -> tuple[int, ...]:
-    """Mesh dims over which a dim is sharded, in any way."""
+    """Mesh dims over which a dim is sharded, with any kind of shard placement."""
     return tuple(
         i for i, p in enumerate(tensor.placements) if getattr(p, "dim", None) == tensor_dim
     )

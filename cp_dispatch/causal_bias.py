@@ -1,9 +1,9 @@
-"""``causal_lower_right`` on DTensors.
+"""Supports ``causal_lower_right`` on DTensors and on plain shards.
 
-A ``CausalBias`` beside a query goes to its own dispatch in torch.nn.attention.bias, which on
-CUDA calls fused kernels directly when the lengths differ, past scaled_dot_product_attention and to
-ops of which some have no DTensor rule. While enabled, a call with DTensors, or with plain shards
-inside context_parallel, comes back as the plain call that it stands for; others go on as ever.
+A call with a ``CausalBias`` goes to the bias's own dispatch in torch.nn.attention.bias. If the
+lengths differ, that calls fused kernels directly on CUDA, bypassing scaled_dot_product_attention,
+and some of those ops have no DTensor rule. While enabled, a call with DTensors, or with plain
+shards inside context_parallel, is turned into the equivalent plain call; other calls are unchanged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _dispatch = CausalBiasDispatch()
 
 
 def install(is_enabled, plain_context) -> None:
-    """Stand before torch's dispatch of causal biases; ``is_enabled()`` says whether to act on
-    DTensors, ``plain_context()`` whether plain tensors are shards."""
+    """Replace torch's dispatch of causal biases. ``is_enabled()`` says whether to handle DTensors,
+    ``plain_context()`` whether plain tensors are shards."""
     torchs = _dispatch.get()
 
     def dispatch(
@@ -39,5 +39,5 @@ def install(is_enabled, plain_context) -> None:
 
 
 def remove() -> None:
-    """Put torch's dispatch back, unless somebody else has put another one since."""
+    """Put torch's dispatch back, unless it has been replaced by another one since."""
     _dispatch.restore()

@@ -1,4 +1,4 @@
-"""Which backend torch would take for one rank's shards."""
+"""Chooses the backend that torch itself would choose for one rank's shards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor
 from cp_dispatch._compat import disable_current_modes, fused_sdp_choice, sdp_priority_order
 from cp_dispatch.backends import BACKENDS
 
-# What torch's choice returns when no backend that is switched on fits.
+# What torch's choice returns if no enabled backend supports the call.
 _NONE_FITS = -1
 
 
 class Mask(NamedTuple):
-    """What torch's choice depends on in a mask: ``shape`` is that of one hop's part."""
+    """The properties of a mask that torch's choice depends on; ``shape`` is that of one hop's
+    part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,10 +28,10 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One rank's part of a call, as far as the choice of a backend looks.
+    """One rank's part of a call, with what the choice of a backend depends on.
 
     ``shapes`` are ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)`` of the largest
-    shard, equal on all ranks, so that all ranks choose alike.
+    shard. They are the same on all ranks, so all ranks make the same choice.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -44,17 +45,17 @@ class LocalCall:
 
     @property
     def is_causal_square(self) -> bool:
-        """Whether kernels see ``is_causal``. Tiles are square where they are causal, so a causal
-        call between different lengths may use kernels that refuse it on one device."""
+        """Whether torch is asked for a causal kernel. Causal tiles are square, so a causal call
+        between different lengths may use kernels that refuse it on one device."""
         return self.is_causal and self.shapes[0][2] == self.shapes[1][2]
 
     @property
     def has_single_key(self) -> bool:
-        """Whether the largest shard of the keys is one key."""
+        """Whether the largest shard of keys is a single key."""
         return self.shapes[1][2] == 1
 
     def of_two(self) -> LocalCall:
-        """The same call with two keys, and as many rows at least."""
+        """The same call with two keys and at least two rows."""
         rows = max(2, self.shapes[0][2])
         lengths = rows, 2, 2
         shapes = tuple(
@@ -68,7 +69,7 @@ class LocalCall:
 
 
 def sdp_flags() -> tuple:
-    """The switches that torch's choice listens to."""
+    """The switches that torch's choice depends on."""
     cuda = torch.backends.cuda
     return (
         cuda.flash_sdp_enabled(),
@@ -81,12 +82,11 @@ def sdp_flags() -> tuple:
 
 
 def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:
-    """Name of the backend, and the reasons if they are ours; None if no backend fits.
+    """Name of the backend, None if no backend supports the call, and any reasons of our own.
 
-    Torch is asked with its own function, so ``sdpa_kernel(...)``, the ``torch.backends.cuda``
-    flags and the priority order mean what they mean on one device. A backend that takes no
-    grouped heads is given repeated ones, as torch does for its math kernel, if nothing else is
-    switched on.
+    Torch's own function makes the choice, so ``sdpa_kernel(...)``, the ``torch.backends.cuda``
+    flags and the priority order mean what they mean on one device. If only backends that do not
+    support grouped heads are enabled, they get repeated heads, as torch does for its math kernel.
     """
     only_math = _needs_math(local)
     if only_math:
@@ -99,8 +99,8 @@ def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:
         local = replace(local, shapes=(query, *repeated), enable_gqa=False)
         choice = _choice(local, device, sdp_flags())
     if choice == _NONE_FITS and local.has_single_key:
-        # The only length that torch keeps from a kernel (cuDNN); that a shard has one key is not
-        # the user's doing, and backends take it.
+        # The only length that torch keeps from a kernel (cuDNN). Backends support it, and the user
+        # did not choose it: only the shard has a single key.
         choice = _choice(local.of_two(), device, sdp_flags())
     for name, backend in BACKENDS.items():
         if backend.sdp_backend.value == choice and local.device_type in backend.devices:
@@ -109,23 +109,25 @@ def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _needs_math(local: LocalCall) -> tuple[str, ...]:
-    """Why only our math backend can do it, if so."""
+    """Reasons why only our math backend can run the call, if any."""
     reasons = []
     mask = local.mask
     if local.dropout_p > 0.0:
-        reasons.append("math: the coins of dropout belong to (query, key) pairs, not to a kernel")
+        reasons.append(
+            "math: only it draws dropout by (query, key) pair, independently of the sharding"
+        )
     if mask is not None and mask.needs_grad:
-        reasons.append("math: only it gives the gradient of a bias")
+        reasons.append("math: only it computes the gradient of a bias")
     if mask is not None and mask.dtype not in (torch.bool, local.dtype):
-        reasons.append(f"math: only it takes a {mask.dtype} bias beside {local.dtype}")
+        reasons.append(f"math: only it supports a {mask.dtype} bias with {local.dtype} inputs")
     return tuple(reasons)
 
 
 def local_tensors(local: LocalCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Query, key, value and mask of a local call, real ones that hold one row each.
+    """Query, key, value and mask of a local call, as real tensors that hold one row each.
 
-    Torch's choice looks at metadata only, but answers "math" for every fake CUDA tensor; and the
-    shards themselves may be traced, or empty on some rank.
+    Torch's choice depends only on metadata, but is "math" for every fake CUDA tensor. The shards
+    themselves may be traced, or empty on some rank.
     """
     tensors = [
         torch.empty(
@@ -142,9 +144,9 @@ def local_tensors(local: LocalCall) -> tuple[Tensor, Tensor, Tensor, Tensor | No
 
 @functools.lru_cache(maxsize=512)
 def _choice(local: LocalCall, device: int, flags: tuple) -> int:
-    """What torch answers; ``device`` and ``flags``, which it looks at too, are for the cache."""
+    """Torch's choice. It depends on ``device`` and ``flags`` too, which are here for the cache."""
     with disable_current_modes(), torch.enable_grad(), warnings.catch_warnings():
-        # Torch warns of every reason before it raises; why_not.py asks for them.
+        # Torch warns of every reason before it raises; why_not.py collects them.
         warnings.simplefilter("ignore")
         query, key, value, mask = local_tensors(local)
         try:

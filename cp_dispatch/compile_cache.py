@@ -1,14 +1,14 @@
-"""Keeping torch.compile's caches on disk apart by what cp_dispatch does to a graph.
+"""Makes torch.compile's on-disk cache keys depend on what cp_dispatch does to a graph.
 
-The keys of those caches see the call of scaled_dot_product_attention and not the override that
-stands before it, nor torch's switches of backends, nor the process groups whose names a traced
-graph holds; all can differ between runs, and between ranks that share a cache.
-``torch.compiler.config.cache_key_tag`` is part of every key, so the tag carries them: the options
-while enabled and, from each trace on, which comes before the key is made, the switches, the groups
-that traces have used, and which call of this trace used which. Else a process that had met two
-groups would take a graph for either of them. A call that is left to torch is noted too: the tag
-may be of another thread's trace (it is the process's, before torch 2.13), or of an earlier one,
-whose graph looks the same.
+The keys of those caches cover the call of scaled_dot_product_attention, but not the override in
+front of it, torch's backend switches, or the process groups whose names a traced graph holds. All
+of these can differ between runs, and between ranks that share a cache.
+``torch.compiler.config.cache_key_tag`` is part of every key, so we put them into the tag. It has
+the options while enabled. Each trace, which comes before its key is made, adds the switches, the
+groups that traces have used, and which call of this trace used which group; otherwise a process
+that has used two groups would confuse their graphs. A call that is left to torch is recorded too,
+because the tag may belong to another thread's trace (it is process-wide before torch 2.13) or to an
+earlier one, whose graph looks the same.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from cp_dispatch.planner import constants_here
 from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
-# Raised where a trace would give other graphs than those that caches hold, of the same version.
+# Increased when a trace gives different graphs than those that caches hold for the same version.
 _GENERATION = 2
 _groups: set[tuple] = set()
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace, as a hash
 
 
 def tag(state: object | None, calls: str = "") -> None:
-    """Put ``state``, groups and the calls of a trace into the tag; neither state nor calls removes
-    what was put."""
+    """Put ``state``, groups and the calls of a trace into the tag; without state and calls, remove
+    them."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None or calls:
         schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS, VARLEN_SCHEMAS
         limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
 
-        # What "auto" chooses hangs on the measured constants, what an op does on the version.
+        # The choice of "auto" depends on the measured constants, the ops depend on the version.
         constants = constants_here("cuda") if torch.cuda.is_available() else None
         text = repr(
             (
@@ -65,8 +65,8 @@ def _hash(text: str) -> str:
 
 
 def note_groups(query: DTensor, group_name: str, state: object) -> None:
-    """:func:`note_group` of a call whose graph holds where this rank is, in the ring's group and in
-    those of all mesh dims that shard ``query``. On a single rank too masks and documents stay."""
+    """:func:`note_group` for a call whose graph holds this rank's place in the ring's group and in
+    those of all mesh dims that shard ``query``. Keeps masks and documents on a single rank too."""
     keep_order()
     for dim, placement in enumerate(query.placements):
         if isinstance(placement, Shard):
@@ -75,9 +75,9 @@ def note_groups(query: DTensor, group_name: str, state: object) -> None:
 
 
 def note_group(group_name: str, state: object) -> None:
-    """A call in a trace uses a group: its name, its ranks and this rank's place in it enter the
-    tag, and the switches as they are now. The graph keeps to its order, see Note [Graphs of ranks].
-    """
+    """Record that a call in a trace uses a group: its name, its ranks, this rank's place in it and
+    the current switches become part of the tag. The graph keeps its order, see
+    Note [Graphs of ranks]."""
     group = None
     if group_name:
         keep_order()
@@ -89,7 +89,7 @@ def note_group(group_name: str, state: object) -> None:
 
 
 def note_decision(state: object | None) -> None:
-    """``state`` decides about a call, in a trace if any; None leaves it to torch."""
+    """Record that ``state`` decides about a call, if in a trace; None leaves the call to torch."""
     if dynamo_traces() is not None:
         _note_call(None, state)
 

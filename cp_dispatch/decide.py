@@ -1,5 +1,7 @@
-"""From a call to a plan: who handles it and how, or every reason why not. No communication; all
-ranks come to the same plan because it looks only at what they share."""
+"""Makes the plan of a call: what handles it and how, or every reason why not.
+
+Does not communicate. All ranks make the same plan, because it depends only on what all ranks know.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ from cp_dispatch.why_not import reasons_against
 logger = logging.getLogger(__name__)
 
 _plans: dict[tuple, Plan] = {}
-_told: dict[Plan, None] = {}  # in the log
-_MAX_PLANS = 256  # of each: a plan holds its layout, which may be another one at every step
+_told: dict[Plan, None] = {}  # plans that are in the log
+_MAX_PLANS = 256  # of each: a plan holds its layout, which may be a new one at every step
 
 
 def make_plan(options: Options | None, call: Call) -> Plan:
@@ -48,10 +50,8 @@ def make_plan(options: Options | None, call: Call) -> Plan:
 
 
 def _tell(plan: Plan, call: Call) -> None:
-    """Log a plan when it is new, not at every call.
-
-    One with symbolic lengths says no numbers.
-    """
+    """Log a plan when it is new, not at every call; not with symbolic lengths, which have no
+    numbers to report."""
     if not plan.has_lengths:
         return
     if logger.isEnabledFor(logging.INFO) and plan not in _told:
@@ -60,13 +60,13 @@ def _tell(plan: Plan, call: Call) -> None:
 
 
 def in_words(plan: Plan, call: Call) -> Plan:
-    """The plan with what only people read."""
+    """The plan with the parts that are only for people to read."""
     against = reasons_against(_local_call(call), plan.backend) if plan.shards else {}
     return dataclasses.replace(plan, call=call.describe(), backends_refused=against)
 
 
 def _cache_key(options: Options | None, call: Call) -> tuple | None:
-    """All that a decision looks at; None where there is no telling (in a trace, other types)."""
+    """Everything that a plan depends on; None if that is unknown (in a trace, for other types)."""
     tensors = call.query, call.key, call.value
     if is_tracing() or not all(type(x) is DTensor for x in tensors):
         return None
@@ -130,9 +130,9 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
     backend, reasons = choose_backend(local)
     if backend is None:
         refusal = (
-            f"no backend that is switched on takes local shards of shapes {local.shapes} in "
-            f"{query.dtype}; allow another one with torch.nn.attention.sdpa_kernel or the "
-            "torch.backends.cuda flags"
+            f"no enabled backend supports local shards of shapes {local.shapes} in {query.dtype}; "
+            "allow another one with torch.nn.attention.sdpa_kernel or the torch.backends.cuda "
+            "flags"
         )
         return Plan("refused", reasons=(refusal, *reasons), shards=local.shapes)
     layout = options.order if schedule != "local" else None
@@ -162,12 +162,12 @@ def _with_backend(call: Call, options: Options, schedule: str, mesh_dims: tuple[
 
 
 def _own_rows(call: Call, plan: Plan) -> bool:
-    """Whether each rank has its own rows of a mask and no others."""
+    """Whether each rank has only its own rows of a mask."""
     mask = call.attn_mask
     if mask is None:
         return False
     if mask.shape[2] == 1:
-        # Of a single query's row, as plain shards, all ranks but one hold none.
+        # With plain shards of a single query, only one rank has a row of the mask.
         cut = isinstance(mask, DTensor) and Shard(2) in mask.placements
         return cut and call.query.shape[2] == 1
     return plan.layout is None or "rows" in plan.mask_order
@@ -194,7 +194,7 @@ def _local_call(call: Call) -> LocalCall:
 
 
 def _mask(call: Call, shapes) -> Mask | None:
-    """The mask beside the largest shards of query and key."""
+    """The mask for the largest shards of query and key."""
     mask = call.attn_mask
     if mask is None:
         return None
@@ -205,10 +205,10 @@ def _mask(call: Call, shapes) -> Mask | None:
 
 
 def _largest_shard(tensor: DTensor, placements) -> tuple[int, ...]:
-    """Shape of the first, largest shard when placed as the query; plain ints also in a trace."""
+    """Shape of the first, largest shard under these placements; plain ints, also in a trace."""
     shape = list(tensor.shape)
     for size, placement in zip(tensor.device_mesh.shape, placements, strict=True):
         if isinstance(placement, Shard):
             shape[placement.dim] = -(-shape[placement.dim] // size)
-    # In a trace without guards: which kernel fits does not hang on lengths.
+    # In a trace without guards: which kernel fits does not depend on lengths.
     return tuple(map(size_hint if is_tracing() else int, shape))

@@ -1,4 +1,4 @@
-"""From torch's dispatcher to an op: is this call ours, and which op is it."""
+"""Handles a call from torch's dispatcher: decides whether it is ours, and runs the right op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cp_dispatch.transforms import refuse_transforms
 
 
 def involves_dtensor(query, key, value, attn_mask) -> bool:
-    """Whether any argument is a DTensor. Every plain call pays for this, so it is short."""
+    """Whether any argument is a DTensor. Every plain call pays for this check, so it is fast."""
     plain = torch.Tensor
     if (
         type(query) is plain
@@ -60,7 +60,7 @@ def attend(
     """Run a call that involves a DTensor, or return NotImplemented to leave it to torch.
 
     Raises:
-        ContextParallelError: the call is not supported, or in the debug mode the ranks' calls
+        ContextParallelError: if the call is not supported or, in debug mode, if the ranks' calls
             differ; nothing was computed.
     """
     call = slot = None
@@ -92,15 +92,15 @@ def attend(
 def run_op(
     state, plan: Plan, call: Call, mask, mesh, lengths, origin: list[int], slot=None
 ) -> torch.Tensor:
-    """The op of a plan, on DTensors or on this rank's shards; output in the query's dtype.
+    """Run the op of a plan on DTensors or on this rank's shards; output in the query's dtype.
 
-    ``lengths`` and ``origin`` are global, ``state`` is what compiled graphs depend on, ``slot``
-    where the fast path may keep the call.
+    ``lengths`` and ``origin`` are global, ``state`` is what compiled graphs depend on, and ``slot``
+    is where the fast path may store the call.
     """
     query = call.query
     seed = None
     if call.dropout_p > 0.0:
-        # A plain scalar of torch's default generator: a checkpoint restores that, so the coins.
+        # From torch's default generator, which checkpoints restore, so dropout is the same again.
         seed = torch.randint(2**62, (), device=mesh.device_type)
         save_in_traced_checkpoints(torch.ops.aten.randint.default)
     group_name = ring_group_name(mesh, plan.mesh_dims)
@@ -122,31 +122,33 @@ def run_op(
 
 
 def _guard_shards(plan: Plan, call: Call) -> None:
-    """In a trace, make lengths that the graph relies on part of its guards, heads and head dims
+    """In a trace, guard on the lengths that the graph relies on, and make heads and head dims
     constants.
 
-    Those on a DTensor's global size do not hold where it is dynamic, those on its shard do.
+    Guards on a DTensor's global size have no effect if it is dynamic; those on its shard do.
     """
     for tensor in call.tensors.values():
         shard = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        for dim in (1, 3):  # numbers, or torch 2.11 runs a second op to read strides of its output
+        for dim in (1, 3):  # as ints, or torch 2.11 runs a second op to read strides of its output
             int(shard.shape[dim]), int(tensor.shape[dim])
         if plan.layout is not None:
             int(shard.shape[2])
         elif plan.can_choose and plan.schedule not in ("ring", "ulysses"):
-            # As many rows on every rank, and halves. An equation would put one size for the other,
-            # and where the length of a shard is the head dim, torch loses sight of sizes by that.
+            # Every rank has the same number of rows, and it is even. Two inequalities, because an
+            # equation would substitute one size for the other, and torch loses track of sizes if
+            # the length of a shard equals the head dim.
             bool(shard.shape[2] * plan.world_size <= tensor.shape[2])
             bool(shard.shape[2] * plan.world_size >= tensor.shape[2])
             bool(shard.shape[2] % 2 == 0)
-    # A length that equals a head dim is a constant too: a trace has one symbol for equal sizes.
+    # A length that equals a head dim is constant too: a trace has one symbol for equal sizes.
     for tensor in (*call.tensors.values(), call.attn_mask):
         if isinstance(tensor, DTensor):
             put_known_sizes(tensor)
 
 
 def _origin(query: DTensor) -> list[int]:
-    """First batch row and head of this rank's shard, and the number of heads, all global."""
+    """Global indices of the first batch row and head of this rank's shard, and the global number of
+    heads."""
     mesh = query.device_mesh
     coordinate = mesh.get_coordinate() or (0,) * mesh.ndim
     starts = []

@@ -1,12 +1,13 @@
-"""Dropout whose coins belong to (query, key) pairs and not to ranks or kernels.
+"""Dropout that depends only on the (query, key) pair and a seed, not on ranks or kernels.
 
 Note [Coins]
 ~~~~~~~~~~~~
-A kernel's own random numbers follow its launch: a ring would draw other coins than one device,
-and other ones for every number of ranks. Here the coin of a pair is a hash of the call's seed and
-of the pair's *global* coordinates (batch, head, query position, key position), so every schedule
-and world size drops the same pairs, the backward finds the coins of the forward by computing them
-again, and a checkpoint replays them because the seed comes from torch's generator.
+A kernel's own random numbers depend on its launch: a ring would drop other pairs than one device,
+and different ones for every number of ranks. Here the *coin* of a pair, which decides whether it is
+dropped, is a hash of the call's seed and of the pair's *global* coordinates (batch, head, query
+position, key position). So every schedule and world size drops the same pairs, the backward
+recomputes the coins of the forward, and a checkpoint replays them because the seed comes from
+torch's generator.
 
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014), on int64 with wrap-around.
@@ -43,7 +44,7 @@ class Dropout:
     def factors(
         self, tile: Tile, batch: int, heads: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """What probabilities of a tile are multiplied with: 0 or ``1 / (1 - probability)``,
+        """The factors of a tile's probabilities: 0 or ``1 / (1 - probability)``,
         ``(batch, heads, rows, keys)``."""
         device = self.seed.device
 
@@ -53,7 +54,7 @@ class Dropout:
         row = indices(self.batch_start + (tile.row or 0), batch)[:, None] * self.heads
         row = (row + indices(self.head_start, heads))[:, :, None] * self.query_length
         row = row + positions(tile.query_spans, device)
-        # Hashed twice: the counter of a long sequence's pairs would leave 64 bits otherwise.
+        # Hashed twice, because the number of pairs of a long sequence could exceed 64 bits.
         stream = _mix(row + self.seed * _GOLDEN_GAMMA)
         pair = _mix(stream[..., None] + positions(tile.key_spans, device) * _GOLDEN_GAMMA)
         uniform = (pair >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53

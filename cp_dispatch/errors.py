@@ -1,19 +1,19 @@
-"""The error type to catch, and what it also is where torch's own functions raise others."""
+"""The error to catch, and subclasses that are also the error torch's own functions raise."""
 
 
 class ContextParallelError(RuntimeError):
-    """A call that cp_dispatch cannot run, refused before any communication.
+    """Raised for a call that cp_dispatch cannot run, before any communication.
 
-    For calls on DTensors it is raised on every rank alike: each decision behind it depends only on
-    what all ranks share (global shapes, placements, dtypes, options), never on local data. A plain
-    shard tells nothing about the other ranks: inside ``context_parallel`` a rank may be the only
-    one to raise, while the others wait for it, unless ``CP_DISPATCH_DEBUG=1`` is set.
+    For calls on DTensors, every rank raises it: the decision depends only on what all ranks know
+    (global shapes, placements, dtypes, options), never on local data. A plain shard says nothing
+    about the other ranks, so inside ``context_parallel`` a single rank may raise while the others
+    wait for it, unless ``CP_DISPATCH_DEBUG=1`` is set.
     """
 
 
 class ContextParallelValueError(ContextParallelError, ValueError):
-    """An argument that torch's functions of the same name refuse with a ValueError."""
+    """An argument for which torch's function of the same name raises ``ValueError``."""
 
 
 class ContextParallelNotImplementedError(ContextParallelError, NotImplementedError):
-    """An argument that torch's functions of the same name refuse with a NotImplementedError."""
+    """An argument for which torch's function of the same name raises ``NotImplementedError``."""

@@ -1,4 +1,4 @@
-"""What a call of ``scaled_dot_product_attention`` would do, without doing it."""
+"""``explain()``: what a ``scaled_dot_product_attention`` call would do, without running it."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Plan:
-    """What ``F.scaled_dot_product_attention`` would do with these arguments here and now.
+    """Explain what ``F.scaled_dot_product_attention`` would do with these arguments, without
+    running it.
 
-    Computes nothing (but autocast's casts, where that is on) and does not communicate, so of shards
-    whose lengths only other ranks know it assumes some, and says so.
+    Computes nothing, except for the casts of autocast where that is on, and does not communicate.
+    Where the lengths of other ranks' shards are unknown, it assumes them and says so.
 
     Args:
-        query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)`` of any
-            floating dtype, also with other numbers of batch dims: DTensors or, inside a
+        query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, of any
+            floating dtype and with any number of batch dims: DTensors or, inside a
             :func:`context_parallel` block, this rank's shards.
-        attn_mask, dropout_p, is_causal, scale, enable_gqa: as the call has them.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa: the other arguments of the call.
 
     Returns:
-        A :class:`Plan`, which prints well; of a call that would raise, one with all the reasons.
+        A :class:`Plan`; print it for a readable report. For a call that would raise, it holds all
+        the reasons.
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
     if not torch.is_inference_mode_enabled():
         return _explain(*arguments)
-    # Python cannot see tensors made outside of inference mode in other dims inside.
+    # In inference mode, Python cannot reshape tensors that were made outside of it.
     with torch.inference_mode(False), torch.no_grad():
         return _explain(*arguments)
 
@@ -77,7 +79,7 @@ def _explain(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_g
 
 
 def _explain_shards(context: PlainContext, given: Call, assumed: list[str]) -> Plan:
-    """``assumed`` gets what was assumed, in words, whether or not the call is refused."""
+    """Adds what was assumed to ``assumed``, in words, whether or not the call is refused."""
     call = formed(context, given)
     if call is None:
         return Plan("stock", reasons=("context_parallel is over one rank",))
@@ -90,7 +92,7 @@ def _explain_shards(context: PlainContext, given: Call, assumed: list[str]) -> P
 
 
 def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
-    """With predicted times, and what carries what is moved."""
+    """The plan with predicted times, and with what carries the data that moves."""
     if plan.handler != "cp_dispatch":
         return plan
     if call.attn_mask is None and not call.dropout_p:
@@ -100,7 +102,7 @@ def _with_costs(plan: Plan, call: Call, mesh) -> Plan:
 
 
 def _placed_anew(plan: Plan, call: Call) -> list[str]:
-    """What DTensor has to move before the op runs, in words."""
+    """What DTensor has to redistribute before the op runs, in words."""
     tensors = call.tensors
     query, key = target_placements(*(x.placements for x in tensors.values()))
     wanted = [query, key, key]
@@ -112,7 +114,7 @@ def _placed_anew(plan: Plan, call: Call) -> list[str]:
 
 
 def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:
-    """What the ranks hold as far as this one can know; ``assumed`` gets in words what it cannot."""
+    """What the ranks hold, as far as this rank knows; adds what it assumes to ``assumed``."""
     if not context.uneven:
         return even_shares(context, call)
     lengths, owns, sizes = [], [], []
@@ -124,6 +126,7 @@ def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:
         sizes.append(owns[-1] if size == local != 1 else [size] * context.mesh.size())
         if size == local == 1 and call.attn_mask is not None:
             assumed.append(
-                f"assumed that attn_mask's size 1 means every {name}: this rank holds a single one"
+                f"assumed that size 1 of attn_mask broadcasts over every {name}: this rank holds "
+                "only one"
             )
     return Shares(tuple(lengths), tuple(owns), tuple(sizes))

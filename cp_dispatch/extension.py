@@ -1,7 +1,8 @@
 """Loads the optional extension: kernels in C++ (``cp_dispatch._C``) and CUDA (``._C_cuda``).
 
 They register themselves for ``torch.ops.cp_dispatch``. Without them the ops run their Python
-twins, which are their specification, and one line of the log says why, by torchrun one a host.
+equivalents ("twins"), which are also their specification, and the log says why, once per host under
+torchrun.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from cp_dispatch.switches import is_on
 
 logger = logging.getLogger("cp_dispatch")
 
-#: The oldest torch that the kernels load in: that of the stable ABI they were built for.
+#: The oldest torch that can load the kernels: that of the stable ABI they were built for.
 REQUIRED_TORCH = "2.10"
 
-#: The CUDA kernel that copy engines cannot do without and that came last: a build that lacks it is
-#: older than the package.
+#: The newest CUDA kernel that copy engines need: a build that lacks it is older than the package.
 NEWEST_CUDA_KERNEL = "push_heads"
 
 
 def _load() -> str:
-    """Load the extension. Returns "" if it is loaded, else why not."""
+    """Load the extension. Returns "" if it is loaded, else the reason why not."""
     if not is_on("CP_DISPATCH_USE_CPP", True):
         return "CP_DISPATCH_USE_CPP=0"
     if importlib.util.find_spec("cp_dispatch._C") is None:
@@ -37,7 +37,7 @@ def _load() -> str:
 
 
 def _load_cuda() -> str:
-    """Load the kernels for CUDA. Returns "" if they are loaded or of no use, else why not."""
+    """Load the CUDA kernels. Returns "" if they are loaded or not needed, else the reason."""
     if torch.version.cuda is None:
         return ""
     if importlib.util.find_spec("cp_dispatch._C_cuda") is None:
@@ -56,8 +56,8 @@ def _load_module(name: str) -> str:
 
 def _report(what: str, reason: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the host's first rank says it
-    # What was asked for is no reason to warn.
+        return  # only the first rank of a host logs it
+    # No warning if the user switched it off.
     level = logging.INFO if reason.startswith("CP_DISPATCH_USE_CPP") else logging.WARNING
     logger.log(level, "cp_dispatch runs without its %s: %s", what, reason)
 
@@ -69,18 +69,17 @@ if _reason:
 
 
 def is_loaded() -> bool:
-    """Whether the extension's kernels are in use; those for CUDA, where torch has CUDA, are a
-    matter of their own."""
+    """Whether the C++ extension is loaded. Its CUDA kernels may be missing even so."""
     return not _reason
 
 
 def why_not_loaded() -> str:
-    """The logged reason, "" if nothing is missing."""
+    """The reason that is logged, "" if nothing is missing."""
     return _reason or _why_no_cuda()
 
 
 def state() -> str:
-    """One line for reports: what is loaded, and why not the rest."""
+    """One line for reports: what is loaded, and why the rest is not."""
     if _reason:
         return f"not loaded: {_reason}"
     reason = _why_no_cuda()
@@ -88,12 +87,12 @@ def state() -> str:
 
 
 def _why_no_cuda() -> str:
-    """Why CUDA kernels are missing; asked when all ops are defined, which is after loading."""
+    """Why CUDA kernels are missing. Valid only once all ops are defined, after loading."""
     if _reason or _cuda_reason or torch.version.cuda is None:
         return _cuda_reason
     if kernel_is_registered(f"cp_dispatch::{NEWEST_CUDA_KERNEL}", "CUDA"):
         return ""
-    return "their build is older than the package, and copy engines are off; install it again"
+    return "they are older than the package, so copy engines are off; install cp_dispatch again"
 
 
 @functools.cache
@@ -107,6 +106,6 @@ def has_kernel(op: str, device_type: str) -> bool:
 
 @functools.cache
 def _mention_cuda() -> None:
-    # Not at import: most who have a torch with CUDA and no GPU need not know.
+    # Not at import: most users of a torch with CUDA but without a GPU need not know.
     if reason := _why_no_cuda():
         _report("CUDA kernels", reason)

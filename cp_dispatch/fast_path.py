@@ -1,17 +1,16 @@
-"""Eager calls that have been made before, without DTensor's dispatch.
+"""Fast path for repeated eager calls, which skips DTensor's dispatch.
 
 Note [Eager calls]
 ~~~~~~~~~~~~~~~~~~
-The first call of its kind goes the whole way: plan, op, DTensor's rule, sharding cache. What it
-found out, plan, job and the specs of what came out, depends on nothing but what is in
-:func:`slot`. A second call runs the same kernels on the local tensors and dresses the results in
-the same specs, inside an ``autograd.Function`` that saves what the op's own saves, so that
-checkpoints may record one and recompute by the other.
+The first call of its kind takes the full path: plan, op, DTensor's rule, sharding cache. Its plan,
+job and output specs depend only on what :func:`slot` contains. A second call runs the same kernels
+on the local tensors and gives the results the same specs, inside an ``autograd.Function`` that
+saves the same tensors as the op's own, so checkpoints may record one and recompute with the other.
 
-Who watches operators (a dispatch mode: counters of FLOPs, selective checkpointing, fake tensors,
-any trace) sees the op, for then the whole way is gone. So it is where inputs have to be
-redistributed, with masks and dropout, for other tensor types inside a DTensor, where the gradient
-that comes is placed otherwise, and with ``create_graph=True``.
+Dispatch modes (FLOP counters, selective checkpointing, fake tensors, any trace) see the op, because
+calls then take the full path. So do calls whose inputs have to be redistributed, with masks or
+dropout, with other tensor types inside a DTensor, with an incoming gradient of a different
+placement, and with ``create_graph=True``.
 """
 
 from __future__ import annotations
@@ -46,10 +45,11 @@ _MAX_KNOWN, _MAX_GRADIENTS = 256, 16
 
 
 def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -> tuple | None:
-    """All that a call without mask and dropout depends on; None where it has to go the whole way.
+    """Everything that a call without mask and dropout depends on; None if it has to take the full
+    path.
 
-    The mesh is in it by its groups: slices of one mesh are made anew again and again, and are as
-    good as each other, but meshes that are equal may have other groups.
+    The mesh is represented by its groups. Slices of one mesh may be created again and again, and
+    are equivalent; but equal meshes may have different groups.
     """
     if dispatch_modes_are_on() or not _are_plain_dtensors(query, key, value):
         return None
@@ -72,12 +72,12 @@ def _groups_of(mesh) -> tuple | None:
 
 
 def known(slot: tuple) -> Prepared | None:
-    """What :func:`learn` kept of calls like this one."""
+    """What :func:`learn` stored for calls like this one."""
     return _known.get(slot)
 
 
 def learn(slot: tuple, plan, query, key, value, arguments, output, logsumexp) -> None:
-    """Keep what a call that went the whole way has found out; ``arguments`` are the op's."""
+    """Store the results of a call that took the full path; ``arguments`` are those of the op."""
     placements = [x.placements for x in (query, key, value)]
     target, key_target = target_placements(*placements)
     mesh = query.device_mesh
@@ -103,7 +103,7 @@ def _are_plain_dtensors(*tensors) -> bool:
 
 
 class Prepared:
-    """A kind of call."""
+    """A prepared kind of call."""
 
     def __init__(self, backend: str, mesh, arguments: tuple, output: DTensor, logsumexp: DTensor):
         self.backend = backend
@@ -175,8 +175,8 @@ class _Attention(torch.autograd.Function):
     @run_uncompiled
     def forward(ctx, prepared, query, key, value):
         output, logsumexp = prepared.forward(query, key, value)
-        # Not the output itself, which autograd would detach twice, nor a detached one: both go
-        # through DTensor's dispatch. Autograd cannot see that this one is written to.
+        # Neither the output itself, which autograd would detach twice, nor a detached one, because
+        # both go through DTensor's dispatch. Autograd cannot see writes into this one.
         saved = dress(local_tensor(output), dtensor_spec(output))
         ctx.save_for_backward(query, key, value, saved, logsumexp)
         recomputed.watch(output)

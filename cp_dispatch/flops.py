@@ -1,8 +1,8 @@
 """FLOP formulas of the ops for ``torch.utils.flop_counter.FlopCounterMode``.
 
-As torch counts its own kernels: 2 FLOPs per multiply-add, the mask not counted, 2 products
-forward and 5 backward (one of them recomputes the scores). On DTensors a call counts for the
-whole sequence, on local shards for the rank's rows against all ``key_length`` keys.
+They count as torch counts its own kernels: 2 FLOPs per multiply-add, without regard to the mask, 2
+products forward and 5 backward (one of them recomputes the scores). A call on DTensors counts for
+the whole sequence, a call on local shards for the rank's rows with all ``key_length`` keys.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The fused inference kernels of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``.
+"""Handles the fused inference ops of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``.
 
-In eval mode without gradients both modules call one op that holds the projections as well, and
-never call scaled_dot_product_attention. DTensor has no rule for these ops; while enabled they are
-computed on DTensors from their parts, of which attention is ours. Where shards are plain tensors,
-the modules are kept from them.
+In eval mode without gradients both modules call a single op that includes the projections, and
+never call scaled_dot_product_attention. DTensor has no rule for these ops. While enabled, we
+decompose them on DTensors, and attention is ours. Where shards are plain tensors, the modules are
+kept from using these ops.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _attend(
 
 
 def _with_weights(query, key, value, seen):
-    """Attention as DTensor does it, which moves the keys to every rank, and its weights."""
+    """Attention by DTensor's own ops, which move the keys to every rank, and its weights."""
     if seen is not None and not isinstance(seen, DTensor):
         everywhere = [Replicate()] * query.device_mesh.ndim
         seen = DTensor.from_local(seen, query.device_mesh, everywhere, run_check=False)
@@ -93,8 +93,8 @@ def _with_weights(query, key, value, seen):
 
 
 def _seen(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
-    """These kernels take True, or anything but zero, for "not seen". Type 1 is a padding mask
-    ``(B, S)``, type 0 is ``(S, S)`` and type 2 both in one of four dims."""
+    """The mask of visible pairs. In these ops True, or any other value than zero, means "not seen".
+    Type 1 is a padding mask ``(B, S)``, type 0 is ``(S, S)``, and type 2 is a 4-D mask of both."""
     if mask is None:
         return None
     seen = ~mask.to(torch.bool)
@@ -127,7 +127,7 @@ def _leave_fast_path() -> None:
 @run_uncompiled
 def _back_to_fast_path() -> None:
     with _lock:
-        # The first to enter saw what was there before; the last to leave puts it back.
+        # The first block to enter saved the original state; the last one to leave restores it.
         before = _fast_paths[0]
         _fast_paths.pop()
         if not _fast_paths:

@@ -1,18 +1,19 @@
-"""Compiled graphs that notice a change of the setting.
+"""Guards compiled graphs on the options of cp_dispatch.
 
 Note [Guards]
 ~~~~~~~~~~~~~
 The override runs below dynamo, which sees a call of scaled_dot_product_attention and guards on
-nothing that the override looks at. So a graph with a ring would go on after ``disable()``, one
-with a local attention inside ``context_parallel``, and a layout would be the one of yesterday.
+nothing that the override depends on. So a graph with a ring would still be used after
+``disable()``, one with local attention inside ``context_parallel``, and one with an old layout
+after the layout has changed.
 
-Two things prevent it. A trace that comes by the override gets a guard: what decides about this
-kind of call, here and now, is what did then. And graphs that were compiled while there was no
-override cannot be told from any other; they get their guard, that nothing is on here, when the
-override is installed. Graphs of several settings stand side by side in dynamo's cache, so a loop
-that enters and leaves a scope compiles once for each side.
+Two kinds of guards prevent this. A trace that reaches the override gets a guard that the options or
+block that apply to this kind of call are unchanged. Graphs that were compiled without the override
+cannot be told from graphs without attention; when the override is installed, they all get the guard
+that nothing is enabled. Graphs for several options coexist in dynamo's cache, so a loop that enters
+and leaves a scope compiles once for each case.
 
-A guard asks in the thread of the call, as the override does.
+A guard is evaluated in the thread of the call, like the override.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _done = weakref.WeakSet()  # managers of graphs that need nothing any more
 
 
 def note_trace(what: str, decides: Callable[[], object]) -> None:
-    """Give the graph that is being traced, if any, the guard that ``decides()`` stays equal, and
-    what it says to the keys of caches on disk."""
+    """Guard the graph that is being traced, if any, on ``decides()`` staying equal, and put its
+    value into the keys of on-disk caches."""
     state = decides()
     note_decision(state)
 
@@ -50,7 +51,7 @@ def override_comes(is_off: Callable[[], bool]) -> None:
 
 
 def override_goes() -> None:
-    """What was compiled until now has the guards that it needs."""
+    """Record that all graphs compiled until now have the guards that they need."""
     for _ in _new_graphs():
         pass
 

@@ -1,8 +1,8 @@
-"""Memory that outlives a CUDA graph, although it is first asked for while one is prepared.
+"""Allocates memory that outlives a CUDA graph, even while one is being prepared.
 
-While ``torch.compile(mode="reduce-overhead")`` warms up, and while a graph is captured, what a
-thread allocates belongs to the graph: it is written over in the next call, and torch raises where
-somebody holds it. What another thread allocates does not.
+While ``torch.compile(mode="reduce-overhead")`` warms up, and while a graph is captured, memory that
+the thread allocates belongs to the graph: the next call overwrites it, and torch raises if it is
+still in use. Memory that another thread allocates does not belong to the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def apart(device: torch.device, function: Callable[..., T], *args) -> T:
-    """Call a function on a thread of its own. Not in a capture, during which none may allocate."""
+    """Call a function on a separate thread. Not during a capture, when no thread may allocate."""
 
     def call():
         torch.cuda.set_device(device)

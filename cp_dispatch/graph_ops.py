@@ -1,4 +1,4 @@
-"""The op that holds on to others in compiled graphs; see Note [Graphs of ranks]."""
+"""An op that keeps other ops in compiled graphs; see Note [Graphs of ranks]."""
 
 from __future__ import annotations
 

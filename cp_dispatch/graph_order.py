@@ -1,24 +1,25 @@
-"""Communication in compiled graphs: on every rank the same, in the same order.
+"""Keeps the communication of compiled graphs the same, and in the same order, on every rank.
 
 Note [Graphs of ranks]
 ~~~~~~~~~~~~~~~~~~~~~~
-Each rank compiles its own graph, and torch decides by the sizes of its shard. Of torch's own
-collectives it knows that all ranks take part in them; our ops are to it like any others that
-compute something. So without what stands here
+Each rank compiles its own graph, and torch makes decisions by the sizes of the rank's shard. Torch
+knows that its own collectives involve all ranks; it treats our ops like any other computation.
+Without this module:
 
-- inductor orders ops that do not need each other by the memory that this takes, which is another
-  order where shards are uneven: two rings meet each other's partners, or an all-gather of torch's.
-  Inside inductor our ops therefore come in the order of the trace, among themselves and among
-  torch's collectives, as these do among themselves;
-- what comes of no rows is nothing that a graph would compute: on a rank without rows an op is left
-  out whose results only have consumers of no size. There an op that nobody leaves out reads them;
-- a backward op whose gradients are constants on a rank without rows (torch differentiates some
-  norms of nothing so) or that reads keys alone could move to the forward. It is held back;
-- told to save memory (``activation_memory_budget``, ``aggressive_recomputation``), torch weighs
-  sizes to say which ops a backward repeats, which may be a ring on one rank and not on another.
-  Ours are not repeated, as torch's collectives are not, but in checkpoints.
+- Inductor would order independent ops by memory use, which differs between ranks if shards are
+  uneven. Two rings could then be matched with each other, or with an all-gather of torch's. So
+  inside inductor our ops keep the order of the trace, among themselves and relative to torch's
+  collectives.
+- On a rank without rows, an op whose results are used only by consumers of size zero would be
+  removed. So another op that is never removed reads the results.
+- A backward op could move to the forward if its gradients are constants on a rank without rows
+  (torch differentiates some norms of empty tensors this way) or if it reads only keys. It is held
+  back.
+- When asked to save memory (``activation_memory_budget``, ``aggressive_recomputation``), torch
+  decides by sizes which ops the backward repeats, so a ring might be repeated on one rank and not
+  on another. Ours are not repeated, like torch's collectives, except in checkpoints.
 
-Torch's own collectives have that last trouble too, see :func:`warn_of_no_rows`.
+Torch's own collectives have the third problem too, see :func:`warn_of_no_rows`.
 """
 
 from __future__ import annotations
@@ -45,29 +46,30 @@ from cp_dispatch.graph_ops import keep as keep_op
 
 
 def communicates(op) -> bool:
-    """Whether an op is one of ours and may talk to other ranks."""
+    """Whether an op is one of ours that may communicate with other ranks."""
     return getattr(op, "namespace", None) == "cp_dispatch" and "group_name" in argument_names(op)
 
 
 def _knows_memory(op) -> bool:
-    """Whether an op knows masks or documents by their memory (:mod:`cp_dispatch.by_need.kept`).
-    Graphs that make several write one over another, and count no version of it."""
+    """Whether an op recognizes masks or documents by their memory
+    (:mod:`cp_dispatch.by_need.kept`). Graphs that make several of them overwrite one with another,
+    without a new version."""
     if getattr(op, "namespace", None) != "cp_dispatch":
         return False
     return any(name in ("kv_num", "cu_seq_q") for name in argument_names(op))
 
 
 def keep_order() -> None:
-    """To be called in a trace: see the first and last part of Note [Graphs of ranks]; and keep
-    masks and documents that a graph makes, and sizes that differ from call to call."""
+    """Call this in a trace, for the first and last item of Note [Graphs of ranks], to keep masks
+    and documents that the graph makes, and for sizes that change from call to call."""
     keep_sizes_traceable()
     keep_order_in_inductor(communicates, _knows_memory)
     save_in_partitioners(communicates)
 
 
 def keep_in_graph(result: Tensor, rows: Iterable[Tensor], backward: bool = False) -> None:
-    """In a trace on a rank where some of ``rows`` (its queries, its keys) are none, hold on to the
-    op that made ``result``, in the forward or in the backward."""
+    """In a trace on a rank where one of ``rows`` (its queries, its keys) is empty, keep the op that
+    made ``result`` in the graph, in the forward or in the backward."""
     if is_tracing() and any(0 in _local(x).shape for x in rows):
         keep_op(_local(result).detach())
         if backward:
@@ -76,7 +78,7 @@ def keep_in_graph(result: Tensor, rows: Iterable[Tensor], backward: bool = False
 
 
 def stay_in_backward(op: torch._ops.OpOverload) -> None:
-    """In a trace, let the call of ``op`` that was just made not move to the forward."""
+    """In a trace, keep the last call of ``op`` from moving to the forward."""
     if is_tracing():
         leave_in_backward(op)
 
@@ -89,8 +91,8 @@ _warned = False
 
 
 def warn_of_no_rows(tensors: Iterable[Tensor]) -> None:
-    """In a trace for training, tell on every rank if the length of one of these DTensors leaves a
-    rank without rows: torch may there run collectives of the backward in the forward."""
+    """In a trace for training, warn on every rank if the length of one of these DTensors leaves a
+    rank without rows: on that rank torch may run collectives of the backward in the forward."""
     global _warned
     if _warned or not is_tracing() or not torch.is_grad_enabled():
         return
@@ -103,9 +105,9 @@ def warn_of_no_rows(tensors: Iterable[Tensor]) -> None:
             warnings.warn(
                 f"a compiled graph is trained with shards of {tuple(map(size_hint, x.shape))} "
                 f"{x.placements} on a mesh of {tuple(x.device_mesh.shape)}, which leaves some rank "
-                "without rows. Where such a graph holds collectives of torch's own beside "
-                "attention, torch (2.11 to 2.14) may run those of the backward in the forward on "
-                "that rank alone: a hang, or wrong gradients. Attention alone is right. Pad the "
+                "without rows. If such a graph has other collectives than those of attention, "
+                "torch (2.11 to 2.14) may run those of the backward in the forward on that rank "
+                "alone, and hang or compute wrong gradients. Attention alone is correct. Pad the "
                 "sequence, or run this length uncompiled.",
                 stacklevel=2,
             )
@@ -113,7 +115,7 @@ def warn_of_no_rows(tensors: Iterable[Tensor]) -> None:
 
 
 def leaves_a_rank_without(x: DTensor) -> bool:
-    """Whether some rank's shard of a DTensor is empty; asks for no guard on its sizes."""
+    """Whether some rank's shard of a DTensor is empty; adds no guards on its sizes."""
     sizes = {dim: {size_hint(size)} for dim, size in enumerate(x.shape)}
     for ranks, placement in zip(x.device_mesh.shape, x.placements, strict=True):
         if isinstance(placement, Shard):
@@ -124,6 +126,6 @@ def leaves_a_rank_without(x: DTensor) -> bool:
 
 
 def _shards(size: int, ranks: int) -> set[int]:
-    """The sizes of shards, by ``torch.chunk``'s rule."""
+    """The possible sizes of shards, as ``torch.chunk`` cuts them."""
     largest = -(-size // ranks)
     return {max(0, min(largest, size - rank * largest)) for rank in range(ranks)}

@@ -1,9 +1,9 @@
-"""DTensors that compiled graphs return, without working out again what they look like.
+"""Reuses the specs of DTensors that compiled graphs return.
 
-For each DTensor that a graph returns, torch makes a spec out of the one that it traced and checks
-it, which takes longer than all else that it does with the result: 25 us of a compiled
-``flex_attention``'s 250, four times in a training step. The graph hands in the same object that
-describes the result at each call, so the spec that came of it the first time is taken again.
+For each DTensor that a graph returns, torch derives a spec from the traced one and checks it, which
+takes longer than everything else that it does with the result: 25 us of a compiled
+``flex_attention``'s 250 us, four times in a training step. Every call passes the same object that
+describes the result, so the spec that was derived from it the first time can be reused.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import disable_current_modes, group_name, new_group_of_these
 
-#: By the world that they are in, for ranks mean others after destroy_process_group, and ranks that
-#: are threads have a world each; then by their ranks.
+#: Groups by their world and their ranks. Rank numbers have a different meaning after
+#: destroy_process_group, and ranks that are threads have separate worlds.
 _joint_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -39,7 +39,7 @@ def ring_group_name(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> str:
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed it; asked by a thread of its world."""
+    """Whether a group has not been destroyed; to be called by a thread of its world."""
     try:
         dist.get_process_group_ranks(group)
     except KeyError:

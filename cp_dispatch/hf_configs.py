@@ -1,23 +1,23 @@
-"""What models of transformers do with positions and keys by themselves, as their config says.
+"""Refuses models of transformers that, by their config, depend on the shard's length or positions.
 
-Inside a block they know this rank's shard alone, and some go by its length or by places in it, in
-silence, whatever positions and masks they are given.
+Inside a block a model knows only this rank's shard. Some models silently use its length or indices
+within it, whatever positions and masks they are given.
 """
 
 from __future__ import annotations
 
 _AS_DTENSORS = (
-    "give the model DTensors and cp_dispatch.enable() instead, inside "
+    "use DTensors and cp_dispatch.enable() instead, inside "
     "torch.distributed.tensor.experimental.implicit_replication()"
 )
-# In the names of kinds of layers that have states or convolutions along the sequence, alone or
+# Parts of the names of layers that have states or convolutions along the sequence, alone or
 # ("hybrid") beside attention.
 _MIXERS = "linear", "mamba", "conv", "recurrent", "hybrid"
 
 
 def wrong_in_a_shard(config, total: int, longest: list[int]) -> str | None:
-    """Why a model would be wrong on shards of ``total`` positions, where each rank is given
-    positions below ``longest``, and what to do."""
+    """Why a model would be wrong on shards of ``total`` positions, if each rank is given positions
+    below its entry of ``longest``, and what to do; None if it would be right."""
     return (
         _mixers(config)
         or _rotary(config, longest)
@@ -33,20 +33,20 @@ def by_longest(config) -> bool:
 
 
 def _mixers(config) -> str | None:
-    """Jamba, Qwen3-Next and the like: attention in some layers alone."""
+    """Jamba, Qwen3-Next and the like: only some layers have attention."""
     found = sorted(x for x in _kinds(config) if any(word in x for word in _MIXERS))
     if not found:
         return None
     return (
-        f"layers of this model mix positions in other ways than attention, {found} in its config, "
-        "and would do so within this rank's shard alone; run it whole, outside of the block (where "
-        "these layers go over ranks by themselves, pass masks that are ready, of which nothing is "
-        "asked here)"
+        f"layers of this model mix positions in other ways than attention ({found} in its config), "
+        "and would do so only within this rank's shard; run the model on whole sequences, outside "
+        "the block (if these layers handle sharded sequences by themselves, pass prepared masks, "
+        "which are not checked here)"
     )
 
 
 def _rotary(config, longest: list[int]) -> str | None:
-    """Frequencies that each rank would choose by its own longest position."""
+    """Rotary frequencies that each rank would choose by its own longest position."""
     for rope in _ropes(config):
         kind, limit, apart = rope.get("rope_type"), None, False
         if kind == "longrope" and _differ(rope, "factor", "mscale"):  # PhiMoE has the second
@@ -57,9 +57,9 @@ def _rotary(config, longest: list[int]) -> str | None:
             apart = limit is not None and max(longest) > limit and len(set(longest)) > 1
         if apart:
             return (
-                f"rope_type={kind!r} takes other frequencies beyond {limit} positions, and each "
-                f"rank would choose by what it holds, {longest}; {_AS_DTENSORS}; or make it with "
-                "rope_parameters that do not go by the length"
+                f"rope_type={kind!r} uses different frequencies beyond {limit} positions, and each "
+                f"rank would choose by what it holds, {longest}; {_AS_DTENSORS}; or make the model "
+                "with rope_parameters that do not depend on the length"
             )
     return None
 
@@ -77,15 +77,15 @@ def _temperature(config, total: int) -> str | None:
     if all(getattr(config, "no_rope_layers", None) or [0]):
         return None
     return (
-        "attn_temperature_tuning goes by positions that the model counts from 0 in each shard, "
-        f"which is wrong from {floor} on (floor_scale); {_AS_DTENSORS}, without a layout and of "
-        "one sequence; or make it with attn_temperature_tuning=False"
+        "attn_temperature_tuning uses positions that the model counts from 0 in each shard, which "
+        f"is wrong from position {floor} on (floor_scale); {_AS_DTENSORS}, without a layout and "
+        "with a single sequence; or make the model with attn_temperature_tuning=False"
     )
 
 
 def _indexer(config) -> str | None:
-    """DeepSeek V3.2 and Qwen4-Exp choose each query's keys by scores of all of them, MiniMax M3
-    blocks."""
+    """DeepSeek V3.2 and Qwen4-Exp choose each query's keys by the scores of all keys, MiniMax M3
+    blocks of them."""
     names = ["index_topk", "indexer_budget"]
     if "minimax_m3_sparse" in _kinds(config):  # its config has a number of blocks without them too
         names = ["index_topk_blocks"]
@@ -93,19 +93,19 @@ def _indexer(config) -> str | None:
     if name is None:
         return None
     return (
-        f"an indexer chooses the keys that are attended ({name}), and would know this rank's "
-        f"alone; {_AS_DTENSORS}, without a layout"
+        f"an indexer chooses the keys that are attended ({name}), and would know only this rank's "
+        f"keys; {_AS_DTENSORS}, without a layout"
     )
 
 
 def _kinds(config) -> set[str]:
-    """Of layers, as the config names them."""
+    """Kinds of layers, by their names in the config."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return {x for x in kinds or () if isinstance(x, str)}
 
 
 def _ropes(config) -> list[dict]:
-    """One, or one for each kind of layer."""
+    """The config's RoPE parameters: one dict, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         return []

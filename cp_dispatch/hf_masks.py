@@ -1,20 +1,20 @@
-"""Masks that Hugging Face transformers makes inside a ``context_parallel`` block.
+"""Makes the masks of Hugging Face transformers right inside a ``context_parallel`` block.
 
 Note [Masks of transformers]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A model of transformers makes its masks from lengths that it sees, which inside a block are those of
-a shard: a sliding window longer than the shard would be left out, a shorter one would come as
-``(L, L)``, of this rank's keys alone, and what one rank takes for packed documents or padding
-another does not. So while a block is on, the function that makes masks for ``"sdpa"``, which
-transformers lets anyone replace, is ours. The ranks first tell each other what they have, in one
-small exchange for each mask (one or two in a forward, none in a layer). Then all leave the mask
-out, all make ``(B, 1, L, S)``, this rank's rows of all keys by true positions, or all raise; also
-where the model has wrong positions, of which masks say nothing (hf_positions.py), or would go by
-what its shard holds in other ways (hf_configs.py). Attention that is not
-``F.scaled_dot_product_attention`` would stay within a shard in silence, so the functions that make
+A model of transformers makes its masks from the lengths that it sees, which inside a block are
+those of a shard. A sliding window longer than the shard would be left out; a shorter one would be
+``(L, L)``, with only this rank's keys; and ranks could disagree on whether there are packed
+documents or padding. So while a block is on, we replace the function that makes masks for
+``"sdpa"``, for which transformers has a public table. The ranks first exchange what they have, in
+one small collective per mask (one or two in a forward, none in a layer). Then all ranks leave the
+mask out, or all make ``(B, 1, L, S)``, this rank's rows and all keys by their original positions,
+or all raise. They also raise if the model has wrong positions, which masks do not show
+(hf_positions.py), or depends on its shard in other ways (hf_configs.py). Attention other than
+``F.scaled_dot_product_attention`` would silently stay within a shard, so the functions that make
 masks for it raise.
 
-Masks that the caller prepares (4-D, or a dict of one for each kind of layer) never come here.
+Masks that the caller prepares (4-D, or a dict with one for each kind of layer) do not come here.
 """
 
 from __future__ import annotations
@@ -41,33 +41,35 @@ from cp_dispatch.plain_context import PlainContext
 _MODULE = "transformers.masking_utils"
 _KIND = "sdpa"
 _SHARD_ALONE = (
-    "only F.scaled_dot_product_attention goes over them, and other attention would see this rank's "
-    "shard alone; use attn_implementation='sdpa', as by model.set_attn_implementation('sdpa'), and "
-    "call models whose sequence is not sharded outside of it"
+    "only F.scaled_dot_product_attention attends over all ranks, other attention would see only "
+    "this rank's shard; use attn_implementation='sdpa', for example by "
+    "model.set_attn_implementation('sdpa'), and call models whose sequence is not sharded outside "
+    "it"
 )
-# Functions that make masks for other attention, and why they are refused.
+# Functions that make masks for other kinds of attention, and why they are refused.
 _REFUSED = {
     "eager_mask": _SHARD_ALONE,
     "flash_attention_mask": _SHARD_ALONE,
-    "flex_attention_mask": "a BlockMask that the model makes would be of this rank's shard alone; "
-    "use attn_implementation='sdpa', or pass as attention_mask the BlockMask of the whole "
-    "sequence, one more of the buffers",
+    "flex_attention_mask": "a BlockMask that the model makes would cover only this rank's shard; "
+    "use attn_implementation='sdpa', or make the BlockMask of the whole sequence, pass it among "
+    "the buffers, and to the model as attention_mask",
 }
 _NAMES = {
     "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device", "mask_function",
 }  # fmt: skip
 _NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-_installed: list[tuple] = []  # transformers' table, a kind in it, its function, ours
+_installed: list[tuple] = []  # transformers' table, a key in it, its function, ours
 
 READY = (
-    "pass the model attention masks that are ready: a 4-D boolean tensor [B, 1, S, S], or for a "
-    "model with several kinds of layers a dict of them by the names in config.layer_types"
+    "pass the model a prepared attention mask: a 4-D boolean tensor [B, 1, S, S] or, for a model "
+    "with several kinds of layers, a dict of such masks by the names in config.layer_types"
 )
 
 
 def install(plain_context) -> None:
-    """Stand before transformers' masks, if it is imported; ``plain_context()`` says what holds."""
+    """Replace transformers' mask functions, if it is imported. ``plain_context()`` returns the
+    block in effect."""
     module = sys.modules.get(_MODULE)
     table = getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     if table is None or _installed:
@@ -85,7 +87,7 @@ def install(plain_context) -> None:
 
 
 def remove() -> None:
-    """Put transformers' functions back, unless somebody else has put others since."""
+    """Put transformers' functions back, unless they have been replaced by others since."""
     while _installed:
         table, kind, theirs, ours = _installed.pop()
         if table[kind] is ours:
@@ -96,8 +98,8 @@ def remove() -> None:
 
 def _sdpa_mask(theirs, plain_context):
     def sdpa_mask(*args, **kwargs):
-        # A trace cannot ask the other ranks; the (L, L) mask that it gets is refused by the call.
-        # A window that is longer than the shard must not be left out, so that there is one.
+        # A trace cannot ask the other ranks; the call refuses the (L, L) mask that it makes. A
+        # window longer than the shard must not be left out, so that there is a mask to refuse.
         if torch.compiler.is_compiling():
             window = kwargs.get("local_size") is not None
             return theirs(*args, **kwargs | (_NO_SKIPS if window else {}))
@@ -138,8 +140,9 @@ def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def sliding_window(module: torch.nn.Module) -> int | None:
-    """That of an attention module of transformers, or its chunks' length, where it says so, or of
-    the attention in a layer. What is in a model may have others: there masks are made inside."""
+    """The sliding window or chunk length of an attention module of transformers, or of the
+    attention inside a layer, None if there is none. None for a whole model, whose layers may
+    differ: it makes its masks inside."""
     window = _said_window(module)
     models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     if window is not None or any(isinstance(part, models) for part in module.modules()):
@@ -151,8 +154,8 @@ def sliding_window(module: torch.nn.Module) -> int | None:
 def _said_window(module: torch.nn.Module) -> int | None:
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    # A config with kinds of layers does not say which kind this is; the module itself does, or
-    # (Llama 4) its place among them.
+    # A config with kinds of layers does not say which kind this one is; the module itself does or,
+    # in Llama 4, its index among the layers.
     whole = config if kinds is None else None
     window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
     known = kinds is not None and isinstance(layer, int) and 0 <= layer < len(kinds)
@@ -162,21 +165,22 @@ def _said_window(module: torch.nn.Module) -> int | None:
 
 
 def _mask(context: PlainContext, theirs, given: dict):
-    """The mask of this rank's rows from the arguments of transformers' function, None where none is
+    """The mask of this rank's rows, from the arguments of transformers' function; None if none is
     needed. See Note [Masks of transformers]."""
     if not _NAMES <= given.keys():
         raise ContextParallelError(
-            "this version of transformers makes its masks from other arguments than those that "
-            f"cp_dispatch knows, {sorted(given)}; use transformers 5.24, or {READY}"
+            "this version of transformers makes its masks from arguments that cp_dispatch does not "
+            f"know, {sorted(given)}; use transformers 5.24, or {READY}"
         )
     rows, keys, padding = given["q_length"], given["kv_length"], given["attention_mask"]
     skips = given["allow_is_causal_skip"], given["allow_is_bidirectional_skip"]
     offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
-    # Some models ask for a mask where none is needed; more than positions are in other functions.
+    # Some models ask for a mask where none is needed. Other mask functions than the causal one may
+    # depend on more than positions.
     module = sys.modules.get(_MODULE)
     causal = given["mask_function"] is getattr(module, "causal_mask_function", None)
     mesh = context.mesh
-    # Where the model makes a cache, the number of keys says nothing about the padding mask.
+    # If the model makes a cache, the number of keys says nothing about the padding mask.
     width = 0 if padding is None else padding.shape[-1]
     own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
     config = given.get("kwargs", {}).get("config")
@@ -187,16 +191,16 @@ def _mask(context: PlainContext, theirs, given: dict):
         _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
     if any(special):
         _refuse(
-            "a mask depends on more than positions, and its function only knows this rank's shard. "
-            "If position_ids jump on some rank because the shards lie in another order, not for "
-            "packed documents, pass attention_mask of ones, as one more of the buffers",
+            "a mask depends on more than positions, but its function knows only this rank's shard. "
+            "If position_ids jump on some rank because of the order of the shards, not because of "
+            "packed documents, pass an attention_mask of ones, also as one of the buffers",
             ranks,
         )
     fits = of_rows, [total] * len(ranks[0])
     if len(set(padded)) > 1 or of_keys not in fits or (all(padded) and widths not in fits):
         _refuse(
-            "attention_mask must be this rank's part, or the whole one, on every rank, and a cache "
-            "must not have room for other keys; use_cache=False",
+            "attention_mask must be this rank's part on every rank, or the whole mask on every "
+            "rank, and a cache must not have room for more keys; pass use_cache=False",
             ranks,
         )
     layout = context.layout(total)
@@ -206,28 +210,30 @@ def _mask(context: PlainContext, theirs, given: dict):
         _check_positions(layout, padding, of_rows, counted, ranks)
     wrong = wrong_in_a_shard(config, total, seen)
     if wrong is not None:
-        _refuse(wrong, ranks, None)  # masks that are ready would not help
+        _refuse(wrong, ranks, None)  # prepared masks would not help
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     by_flag = plain and skips[0] and (window is None or total < window)
     if not all(of_rows) or (by_flag and 1 in of_rows):
         _refuse(
-            "transformers takes a shard of one row for decoding and leaves is_causal out, and its "
-            "layers take no shard without rows; pad the sequence, or use fewer ranks",
+            "transformers treats a shard of one row as decoding and leaves is_causal out, and its "
+            "layers do not support a shard without rows; pad the sequence, or use fewer ranks",
             ranks,
         )
     if by_flag or (plain and skips[1] and not window):
         return None
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
-        _refuse("chunks of attention beside padding begin where this rank's shard does", ranks)
+        _refuse("with padding, chunks of attention would start where this rank's shard does", ranks)
     if not context.order_is_known:
         _refuse(
-            'nobody said in which order the shards lie; pass context_parallel(..., balancer="head-'
-            'tail"), a balancer, or balancer=None for natural order',
+            'the order of the shards is unknown; pass context_parallel(..., balancer="head-tail"), '
+            "a balancer, or balancer=None for natural order",
             ranks,
         )
     if layout is not None and layout.rows > 1:
-        _refuse(f"a mask by positions does not know the rows of {type(layout).__name__}", ranks)
+        _refuse(
+            f"a mask by positions cannot differ by batch row, as {type(layout).__name__}", ranks
+        )
     positions = _positions(mesh, layout, total, given["device"])
     return theirs(
         **given
@@ -241,31 +247,31 @@ def _mask(context: PlainContext, theirs, given: dict):
 
 
 def _check_positions(layout, padding, of_rows, counted, ranks: list[list[int]]) -> None:
-    """Refuse positions that count on from 0 on ranks that hold others."""
+    """Refuse positions that count from 0 on ranks that hold other positions."""
     wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
     if layout is None and padding is not None:
-        # Behind nothing but padding they do count from 0.
+        # They do count from 0 if only padding comes before.
         wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
     if wrong and not taken_by_the_model():
         _refuse(
-            "this model takes no position_ids, and would count those of each shard from 0, on "
-            f"ranks {wrong} wrongly; give it DTensors and cp_dispatch.enable() instead, inside "
-            "torch.distributed.tensor.experimental.implicit_replication()",
+            "this model takes no position_ids, and would count positions from 0 in each shard, "
+            f"which is wrong on ranks {wrong}; use DTensors and cp_dispatch.enable() instead, "
+            "inside torch.distributed.tensor.experimental.implicit_replication()",
             ranks,
             ". If it needs no positions, ",
         )
     if wrong:
         _refuse(
-            f"position_ids count on from 0 on ranks {wrong}, which hold other positions, as "
-            "they do where none are given; pass position_ids of the whole sequence, as one "
-            "more of the buffers",
+            f"position_ids count from 0 on ranks {wrong}, which hold other positions. The model "
+            "does this if none are passed; pass position_ids of the whole sequence, also as one "
+            "of the buffers",
             ranks,
             ". If they are right, because packed documents begin there, ",
         )
 
 
 def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:
-    """``(L,)``: the true positions of this rank's rows, the same in every batch row."""
+    """``(L,)``: the original positions of this rank's rows, the same in every batch row."""
     rank = mesh.get_local_rank()
     if layout is not None:
         return layout.positions(rank, device)[0]
@@ -274,11 +280,11 @@ def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:
 
 
 def _tell(mesh, own: tuple) -> list[list[int]]:
-    """For each of this rank's numbers, those of all ranks."""
+    """For each of this rank's numbers, the numbers of all ranks, by a collective."""
     numbers = [0 if isinstance(x, torch.Tensor) else int(x) for x in own]
     sent = torch.tensor(numbers, device=mesh.device_type)
     for i, x in enumerate(own):
-        if isinstance(x, torch.Tensor):  # the host waits once, for the answers
+        if isinstance(x, torch.Tensor):  # the host waits only once, for the result
             sent[i] = x
     received = sent.new_empty(mesh.size() * len(own))
     all_gather_single(received, sent, group=mesh.get_group())

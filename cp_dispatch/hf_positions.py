@@ -1,9 +1,9 @@
-"""Positions that a model of transformers counts from 0 on every rank, because it was given none.
+"""Detects positions that a model of transformers, given none, counts from 0 on every rank.
 
-Inside a block it sees a shard, which holds other positions, and embeddings of positions would be
-wrong in silence. A mask function is not given the positions, so they are looked up in the frames of
-transformers' own functions, where ``position_ids`` is a public argument: of the function that makes
-the mask, of the model's forward that called it, and of forwards around that.
+Inside a block the model sees a shard, whose positions are different, and position embeddings would
+be silently wrong. A mask function is not given the positions, so they are looked up in the frames
+of transformers' own functions, where ``position_ids`` is a public argument: in the function that
+makes the mask, in the model's forward that called it, and in forwards around that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _NOT_GIVEN, _NOT_TAKEN = "not given", "not taken"
 
 
 def count_from_zero(rows: int) -> torch.Tensor | bool:
-    """Whether the positions of the mask that is being made are 0 to ``rows - 1`` in every row of
-    the batch, and along every axis where they have several (3, B, S), as they are where the model
-    was given none; False where there is no telling."""
+    """Whether the positions of the mask that is being made are 0 to ``rows - 1`` in every batch
+    row and, if they are (3, B, S), along every axis. This is so if the model was given none. False
+    if unknown."""
     positions = _positions()
     if positions is _NOT_GIVEN or positions is _NOT_TAKEN:
         return rows > 0
@@ -36,21 +36,21 @@ def count_from_zero(rows: int) -> torch.Tensor | bool:
 
 
 def longest() -> torch.Tensor | int:
-    """One more than the largest position that the model is given; 0 where there is no telling."""
+    """One more than the largest position that the model is given; 0 if unknown."""
     positions = _positions()
     known = isinstance(positions, torch.Tensor) and positions.numel()
     return positions.max() + 1 if known else 0
 
 
 def taken_by_the_model() -> bool:
-    """Whether the forward that has its mask made takes ``position_ids``, as far as one can tell."""
+    """Whether the forward that asked for the mask takes ``position_ids``, as far as is known."""
     return _positions() is not _NOT_TAKEN
 
 
 def _positions():
-    """A tensor, ``_NOT_GIVEN``, ``_NOT_TAKEN`` or, where there is no telling, None.
+    """A tensor, ``_NOT_GIVEN``, ``_NOT_TAKEN`` or, if unknown, None.
 
-    A forward in the middle may have made its own of what the outermost one was not given.
+    If the outermost forward was given none, a forward in between may have made its own.
     """
     frame, found = sys._getframe(1), None
     for _ in range(_MOST_FRAMES):
@@ -72,12 +72,13 @@ def _positions():
 
 
 def _arguments(code) -> tuple[str, ...]:
-    """Others of a frame's names are its own, as positions that BART's decoder counts."""
+    """Names of a frame's arguments. Its other names are local variables, such as the positions
+    that BART's decoder counts."""
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def begin_elsewhere(layout: Balancer | None, lengths: list[int]) -> list[int]:
-    """The ranks whose true positions are not 0 to their length minus 1."""
+    """The ranks whose original positions are not 0 to their length minus 1."""
     held = [length and Span(0, length) for length in lengths]
     if layout is None:
         true = [{(span,)} for span in chunk(Span(0, sum(lengths)), len(lengths))]

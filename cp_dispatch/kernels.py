@@ -1,4 +1,4 @@
-"""What the ops compute on one rank: from their arguments to a schedule, and back."""
+"""Runs the ops on one rank: turns their arguments into a job and runs its schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job_of(
     schedule = of_direction(schedule, backward)
     kind = None if attn_mask is None else attn_mask.dtype
     if kind not in (None, torch.bool) and not kind.is_floating_point:
-        # Inductor's kernels for CPU make integers of a boolean mask that a collective moves.
+        # Inductor's kernels for CPU turn a boolean mask that a collective moves into integers.
         attn_mask = attn_mask != 0
     if attn_mask is not None or dropout_seed is not None:
         group = resolve_group(group_name) if group_name else None
@@ -51,7 +51,7 @@ def job_of(
     )  # fmt: skip
     known = _jobs.get(key)
     group = resolve_group(group_name) if group_name else None
-    # Names of groups repeat after destroy_process_group, and on threads that play ranks.
+    # Names of groups repeat after destroy_process_group, and if ranks are threads.
     if known is None or known[0]() is not group:
         job = _job(
             backend, query, group, None, None, origin, is_causal, scale,
@@ -93,9 +93,10 @@ def _job(
 
 
 def _positive(scale: float) -> tuple[float, float]:
-    """A scale that kernels take, and the factor of the query that makes it the given one.
+    """A positive scale for the kernels, and a factor for the query that corrects it to the given
+    one.
 
-    Flash kernels scale what they have masked: -inf times 0 is NaN, times a negative number +inf.
+    Flash kernels scale masked scores: -inf times 0 is NaN, and times a negative number +inf.
     """
     if scale > 0 or math.isnan(scale):
         return scale, 1.0
@@ -146,8 +147,8 @@ def _signed(job: Job, tensor: Tensor) -> Tensor:
 
 
 class Repeated:
-    """A kind of call without mask and dropout that is made again and again: its job is looked up
-    once, and a schedule may know it by fewer ops (:mod:`cp_dispatch.schedules.known_call`).
+    """A kind of call without mask and dropout that is repeated. Its job is looked up once, and a
+    schedule may run it with fewer ops (:mod:`cp_dispatch.schedules.known_call`).
 
     Args:
         backend: the kernel.
@@ -202,7 +203,8 @@ class Repeated:
         return grads
 
     def _find(self, query: Tensor, backward: bool) -> tuple:
-        """What knows such calls, where nobody wants to see its parts; the job and its schedule."""
+        """The schedule's known calls, None while a profiler should see its parts; the job and the
+        schedule."""
         group = resolve_group(self._group_name) if self._group_name else None
         # Names repeat after destroy_process_group, and in threads.
         if not self._ways or group is not self._group:
@@ -219,14 +221,15 @@ class Repeated:
 
 
 def _check_shards(job: Job, query: Tensor, key: Tensor) -> None:
-    """A graph that was compiled for another length must not answer."""
+    """Refuse shards of other lengths, for example in a graph compiled for a different length."""
     wanted = job.geometry.query_length(job.rank), job.geometry.key_length(job.rank)
     if (query.size(2), key.size(2)) != wanted:
         raise ContextParallelError(
             f"rank {job.rank} of {job.geometry.world_size} holds {query.size(2)} query rows and "
-            f"{key.size(2)} keys, where lengths and layout say {wanted[0]} and {wanted[1]}. "
-            "Were the DTensors made of uneven shards without their global shape, or was the call "
-            "compiled for another length or layout? Then recompile, torch._dynamo.reset()."
+            f"{key.size(2)} keys, but by lengths and layout it should hold {wanted[0]} and "
+            f"{wanted[1]}. Were the DTensors made from uneven shards without their global shape? "
+            "Or was the call compiled for a different length or layout? Then recompile it after "
+            "torch._dynamo.reset()."
         )
 
 
@@ -237,9 +240,10 @@ def _unpad(tensor: Tensor, dim: int) -> Tensor:
 
 
 def without_autocast(tensor: Tensor):
-    """Where autocast is on in a backward, let the products and sums in it keep their dtypes.
+    """Within it, products and sums of a backward keep their dtypes even if autocast is on.
 
-    A forward comes from below autocast, which has cast its inputs, or from a graph guarded by it.
+    A forward needs no such scope: it runs below autocast, which has cast its inputs, or in a graph
+    that is guarded on autocast.
     """
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
@@ -253,5 +257,5 @@ def placeholder(like: Tensor) -> Tensor:
 
 
 def no_mask_grad(attn_mask: Tensor | None, query: Tensor) -> Tensor:
-    """What stands for the gradient of a mask that needs none."""
+    """The placeholder for the gradient of a mask that needs none."""
     return placeholder(attn_mask) if attn_mask is not None else query.new_empty(0)

@@ -1,8 +1,8 @@
-"""What a layout asks of a call: which arguments lie in it, and what cannot be told.
+"""Rules for calls in a layout: which arguments are in the layout's order, and what is refused.
 
-While a layout is set, a sequence that is sharded lies in the layout's order, and one that is whole
-on every rank, or a plain tensor, is in true order. So a mask's dim of rows or of keys lies in the
-layout if it is sharded, and goes by true positions if not.
+While a layout is set, a sharded sequence is in the layout's order; one that is whole on every rank,
+or a plain tensor, is in natural order. In the same way a mask's dim of rows or of keys is in the
+layout's order if it is sharded, and indexed by the original positions if not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from cp_dispatch.layouts import Balancer, chunk_spans
 
 
 def mask_order(call: Call) -> str:
-    """Dims of the mask that lie as the shards do, ``"rows"``, ``"keys"``, both with a comma, or
-    ``""``."""
+    """The dims of the mask that are in the order of the shards: ``"rows"``, ``"keys"``,
+    ``"rows,keys"`` or ``""``."""
     mask = call.attn_mask
     if not isinstance(mask, DTensor):
         return ""
@@ -26,8 +26,8 @@ def mask_order(call: Call) -> str:
     return ",".join(name for dim, name in names.items() if Shard(dim) in mask.placements)
 
 
-#: What else may be meant by a call that does not fit a layout.
-IF_NATURAL = "call it under `with cp_dispatch.enabled(layout=None)` if it is in natural order"
+#: The alternative for a call that does not match a layout.
+IF_NATURAL = "if it is in natural order, call it under `with cp_dispatch.enabled(layout=None)`"
 
 
 def named(layout: Balancer) -> str:
@@ -36,23 +36,26 @@ def named(layout: Balancer) -> str:
 
 
 def ranks_refusals(layout: Balancer, ring_shape: tuple[int, ...]) -> list[str]:
-    """A layout for another number of ranks."""
+    """Refuse a layout for a different number of ranks."""
     ranks = math.prod(ring_shape)
     if ranks == layout.world_size:
         return []
-    words = f"{ranks} ranks share the sequence, the layout is {named(layout)}; make one for {ranks}"
-    return [words]
+    return [
+        f"{ranks} ranks share the sequence, but the layout is {named(layout)}; make one for "
+        f"{ranks} ranks"
+    ]
 
 
 def shares_refusals(layout: Balancer, ring_shape: tuple[int, ...]) -> list[str]:
-    """A layout whose shards are not as long as DTensor's over mesh dims of these sizes."""
+    """Refuse a layout whose shards differ in length from DTensor's over these mesh dims."""
     spans = chunk_spans(layout.seq_len, ring_shape)
     lengths = tuple(sum(span.length for span in own) for own in spans)
     if lengths == layout.shard_lengths:
         return []
     return [
         f"sharding over mesh dims of sizes {list(ring_shape)} gives the ranks {lengths} positions, "
-        f"the layout {layout.shard_lengths}; use a length that they divide"
+        f"but the layout gives them {layout.shard_lengths}; use a length that is a multiple of the "
+        "number of ranks"
     ]
 
 
@@ -61,20 +64,20 @@ def _is(name: str) -> str:
 
 
 def length_refusals(layout: Balancer, lengths: dict[str, int]) -> list[str]:
-    """Sharded sequences, by name, of another length than the layout's."""
+    """Refuse sharded sequences, by name, whose length is not the layout's."""
     return [
-        f"{name} of length {length} {_is(name)} sharded, the layout is "
-        f"{named(layout)}; {IF_NATURAL} (or "
-        "was the DTensor made of uneven shards without its global shape and stride?)"
+        f"{name} of length {length} {_is(name)} sharded, but the layout is {named(layout)}; "
+        f"{IF_NATURAL} (or was the DTensor made from uneven shards without its global shape and "
+        "stride?)"
         for name, length in lengths.items()
         if length != layout.seq_len
     ]
 
 
 def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tuple) -> list[str]:
-    """Every reason why a call with 4-D arguments does not fit the layout.
+    """Every reason why a call with 4-D arguments does not match the layout.
 
-    ``schedule`` is the one that the placements ask for, ``"local"`` for a whole sequence.
+    ``schedule`` is the one that the placements imply, ``"local"`` for a whole sequence.
     """
     if layout.world_size == 1 == math.prod(ring_shape):
         return []
@@ -88,8 +91,8 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
         reasons += ranks_refusals(layout, ring_shape) or shares_refusals(layout, ring_shape)
         if layout.rows > 1 and call.query.shape[0] != layout.rows:
             reasons.append(
-                f"the batch has {call.query.shape[0]} rows, the layout has a row of its own for "
-                f"each of {layout.rows}"
+                f"the batch has {call.query.shape[0]} rows, but the layout is for {layout.rows}, "
+                "each with its own order"
             )
     if sharded["key and value"]:
         reasons += _pair_refusals(call, layout)
@@ -98,26 +101,27 @@ def layout_refusals(layout: Balancer, call: Call, schedule: str, ring_shape: tup
             reasons += length_refusals(layout, {name: length})
         elif length == layout.seq_len and _order_matters(call, name):
             reasons.append(
-                f"{name} of length {length} {_is(name)} whole on every rank, so there is no "
-                f"telling in which order, the natural one or that of {named(layout)}; shard it, or "
+                f"{name} of length {length} {_is(name)} whole on every rank, so it is ambiguous "
+                f"whether in natural order or in that of {named(layout)}; shard it, or "
                 f"{IF_NATURAL}"
             )
     order = mask_order(call)
     for word, name in (("rows", "query"), ("keys", "key and value")):
         if word in order and not sharded[name]:
             reasons.append(
-                f"attn_mask is sharded on its {word} where {name} {_is(name)} whole; replicate it"
+                f"attn_mask is sharded along its {word}, but {name} {_is(name)} whole; replicate it"
             )
     if order and layout.rows > 1 and call.attn_mask.shape[0] == 1:
         reasons.append(
-            f"attn_mask {list(call.attn_mask.shape)} is sharded on its {order}, in an order that "
-            "is that of a row of the batch of its own; replicate it, in true order"
+            f"attn_mask {list(call.attn_mask.shape)} is sharded along its {order}, but is a single "
+            "batch row, and in this layout each batch row has its own order; replicate it, in "
+            "natural order"
         )
     return reasons
 
 
 def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
-    """What is not sharded would be cut in true order beside shards in the layout's."""
+    """Refuse unsharded tensors, which would be cut in natural order, beside shards in a layout."""
     sequence = Shard(2)
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     dims = [
@@ -130,7 +134,7 @@ def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
         for name, x in tensors.items()
         if name != "query" and any(x.placements[dim] != sequence for dim in dims)
     }
-    # What is sharded over one of several mesh dims lies in the layout too.
+    # A tensor that is sharded over one of several mesh dims is in the layout's order too.
     laid_out = {sequence in x.placements for x in (call.key, call.value)}
     order_matters = (
         _order_matters(call, "key and value") or call.dropout_p > 0.0 or len(laid_out) > 1
@@ -138,8 +142,8 @@ def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
     if not whole or (len(whole) == 2 and not order_matters):
         return []
     return [
-        f"{name} is placed {placements} beside shards that lie in the layout, {named(layout)}; "
-        "shard it along the sequence like them, in the layout's order"
+        f"{name} has placements {placements} but the other shards are in the layout, "
+        f"{named(layout)}; shard it along the sequence too, in the layout's order"
         for name, placements in whole.items()
     ]
 
@@ -148,5 +152,5 @@ def _order_matters(call: Call, name: str) -> bool:
     if call.is_causal:
         return True
     mask, dim = call.attn_mask, 2 if name == "query" else 3
-    # One that could not be brought to four dims is refused by itself.
+    # A mask that could not be reshaped to four dims is refused elsewhere.
     return isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[dim] > 1

@@ -2,11 +2,11 @@
 
 Note [Plain shards]
 ~~~~~~~~~~~~~~~~~~~
-A plain shard carries no global length, no order and no mesh. The context has the mesh and says in
-which order sequences lie; the global length is the local one times the number of ranks, unless
-some buffer of the context was cut unevenly: then the ranks tell each other their lengths in one
-small exchange a call. The plan is made for DTensors of those global shapes that hold no data, and
-kept; the op then gets the plain shards themselves, so that autograd and torch.compile see one op.
+A plain shard does not know its global length, its order or its mesh. The context has the mesh and
+the order of sequences. The global length is the local one times the number of ranks, unless some
+buffer of the context was cut unevenly; then the ranks exchange their lengths in one small
+collective per call. The plan is made for DTensors of those global shapes without data, and is
+cached. The op gets the plain shards themselves, so autograd and torch.compile see a single op.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ from cp_dispatch.reentrant import attended
 def attend_plain(
     context: PlainContext, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 ):
-    """Run a call on plain shards, or return NotImplemented where one rank is all there is.
+    """Run a call on plain shards, or return NotImplemented if there is only one rank.
 
     Raises:
-        ContextParallelError: the call is not supported or cannot be told apart from another one;
-            nothing was computed.
+        ContextParallelError: if the call is not supported or is ambiguous; nothing was computed.
     """
     given = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     mesh = context.mesh
@@ -82,10 +81,10 @@ def attend_plain(
 
 
 def formed(context: PlainContext, given: Call) -> Call | None:
-    """The call in four dims, None where one rank is all there is.
+    """The call in four dims, None if there is only one rank.
 
     Raises:
-        ContextParallelError: for what is wrong whatever the other ranks hold.
+        ContextParallelError: for errors that do not depend on what the other ranks hold.
     """
     _check_form(context, given)
     if context.mesh.size() == 1:
@@ -100,19 +99,19 @@ def formed(context: PlainContext, given: Call) -> Call | None:
 def decided(
     context: PlainContext, given: Call, call: Call, shares: Shares
 ) -> tuple[Plan, int | None]:
-    """The plan, and which dim of the mask holds this rank's part alone; no communication.
+    """The plan, and the dim along which the mask holds only this rank's part; no communication.
 
     Raises:
-        ContextParallelError: the call is not supported or cannot be told apart from another one.
+        ContextParallelError: if the call is not supported or is ambiguous.
     """
     lengths = shares.lengths
     if context.window is not None and call.attn_mask is None and lengths[1] > context.window:
         refuse(
             context, given,
             f"the module has a sliding_window or attention_chunk_size of {context.window}, there "
-            f"are {lengths[1]} keys, and no mask came: one made from a shard's length leaves it "
-            "out. Use context_parallel around the whole model, where masks of transformers are "
-            "made for all keys, or pass attn_mask",
+            f"are {lengths[1]} keys, but no mask was passed, probably because masks made from a "
+            "shard's length leave the window out. Use context_parallel around the whole model, "
+            "where masks of transformers are made for all keys, or pass attn_mask",
         )  # fmt: skip
     sharded_dim = sharded_dim_of(context, given, call.attn_mask, shares)
     layout = _layout(context, given, call.attn_mask, sharded_dim, lengths)
@@ -145,13 +144,13 @@ def _check_form(context: PlainContext, call: Call) -> None:
         if tensor.is_nested or tensor.layout != torch.strided:
             refuse(context, call, f"{name} is nested or sparse; pass padded, strided tensors")
         if tensor.device.type != device:
-            refuse(context, call, f"{name} is on {tensor.device}, the mesh on {device}")
+            refuse(context, call, f"{name} is on {tensor.device}, but the mesh is on {device}")
         if tensor.ndim < 2:
             refuse(context, call, f"{name} has {tensor.ndim} dims; it must be [..., S, D]")
     if call.key.shape[-2] != call.value.shape[-2]:
         refuse(
             context, call,
-            f"key and value must agree in length, got {call.key.shape[-2]} and "
+            f"key and value must have the same length, got {call.key.shape[-2]} and "
             f"{call.value.shape[-2]} rows",
         )  # fmt: skip
     if context.lengths is not None:
@@ -160,13 +159,14 @@ def _check_form(context: PlainContext, call: Call) -> None:
             if length not in context.lengths:
                 refuse(
                     context, call,
-                    f"{name} has {length} rows, the module's inputs {sorted(context.lengths)} "
-                    "along seq_dim; seq_dim must be the dim that attention sees as dim -2",
+                    f"{name} has {length} rows, but the module's inputs have "
+                    f"{sorted(context.lengths)} along seq_dim; seq_dim must be the dim that is dim "
+                    "-2 in attention",
                 )  # fmt: skip
 
 
 def even_shares(context: PlainContext, call: Call) -> Shares:
-    """What ranks hold where all hold as much as this one."""
+    """What ranks hold if all hold as much as this one."""
     local, of_mask = _own_lengths(call)
     world_size = context.mesh.size()
     lengths = local[0] * world_size, local[1] * world_size
@@ -180,17 +180,17 @@ def _own_lengths(call: Call) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
-    """What ranks hold, by asking them."""
+    """What ranks hold, by a collective."""
     mesh, world_size = context.mesh, context.mesh.size()
     local, of_mask = _own_lengths(call)
     if is_tracing():
         refuse(
             context, given,
-            "a buffer has a length that the ranks do not divide, so ranks tell each other their "
-            "lengths, which torch.compile cannot trace; pad the buffers",
+            "the length of a buffer is not a multiple of the number of ranks, so ranks have to "
+            "exchange their lengths, which torch.compile cannot trace; pad the buffers",
         )  # fmt: skip
-    if debug_is_on():  # ranks that refuse, or whose lengths are not uneven, do not come below
-        alike = dataclasses.replace(context, lengths=None)  # but for lengths of shards
+    if debug_is_on():  # ranks that refuse, or whose lengths are even, do not get to the exchange
+        alike = dataclasses.replace(context, lengths=None)  # lengths of shards may differ
         agree("scaled_dot_product_attention", f"    lengths are told next, {alike}", (), mesh)
     sent = torch.tensor((*local, *of_mask), dtype=torch.int64, device=mesh.device_type)
     received = sent.new_empty(world_size * 4)
@@ -201,14 +201,15 @@ def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
         if own != shares:
             refuse(
                 context, given,
-                f"the ranks hold {own} rows, torch.chunk gives them {shares} of {sum(own)}",
+                f"the ranks hold {own} rows, but torch.chunk gives them {shares} of {sum(own)}; "
+                "shard with cp_dispatch.shard or as buffers",
             )  # fmt: skip
     lengths = sum(of_ranks[0]), sum(of_ranks[1])
     return Shares(lengths, tuple(of_ranks[:2]), tuple(of_ranks[2:]))
 
 
 def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
-    """The layout that the call must know of; None where none, or the order does not matter."""
+    """The layout that matters to the call; None if there is none or the order does not matter."""
     whole_dims = mask is not None and any(
         mask.shape[dim] > 1 and dim != sharded_dim for dim in (ROWS, KEYS)
     )
@@ -218,9 +219,9 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
     if order_matters and not context.order_is_known:
         refuse(
             context, call,
-            "is_causal and masks go by positions, and without buffers there is no telling in "
-            'which order the shards lie; pass context_parallel(..., balancer="head-tail"), a '
-            "balancer, or balancer=None for natural order",
+            "is_causal and masks depend on positions, and without buffers the order of the shards "
+            'is unknown; pass context_parallel(..., balancer="head-tail"), a balancer, or '
+            "balancer=None for natural order",
         )  # fmt: skip
     layouts = [context.layout(length) for length in lengths]
     fits = all(x is None or x.seq_len == n for x, n in zip(layouts, lengths, strict=True))
@@ -231,7 +232,7 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
         given_whole = any(x is not None and x.seq_len * ranks == n for x, n in both)
         refuse(
             context, call,
-            f"the rows of {ranks} ranks make {lengths[0]} positions of the query and {lengths[1]} "
+            f"the rows of {ranks} ranks are {lengths[0]} positions of the query and {lengths[1]} "
             f"of the key, in the layouts {layouts}; is_causal and masks need both in one layout of "
             "their length, or balancer=None"
             + "; pass this rank's rows (cp_dispatch.shard), not the whole sequence" * given_whole,
@@ -259,7 +260,7 @@ def _plan_of(context, call: Call, sharded_dim, layout, lengths) -> Plan:
 
 
 def spread_call(mesh, call: Call, lengths, sharded_dim: int | None) -> Call:
-    """The call on the DTensors of which the shards are parts: the same on every rank."""
+    """The call on the DTensors of which these are the shards; the same on every rank."""
     tensors = zip(call.tensors.items(), (lengths[0], lengths[1], lengths[1]), strict=True)
     spread = {name: _spread(mesh, x, ROWS, length) for (name, x), length in tensors}
     if sharded_dim is not None:
@@ -269,7 +270,7 @@ def spread_call(mesh, call: Call, lengths, sharded_dim: int | None) -> Call:
 
 
 def _spread(mesh, shard: torch.Tensor, dim: int, length: int) -> DTensor:
-    """A leaf that stands for the DTensor of which ``shard`` is a part."""
+    """A leaf that represents the DTensor of which ``shard`` is this rank's shard."""
     return whole_of(mesh, shard.detach(), dim, length).requires_grad_(shard.requires_grad)
 
 
@@ -277,7 +278,7 @@ def _spread(mesh, shard: torch.Tensor, dim: int, length: int) -> DTensor:
 def _plan(
     mesh, options, outlines, dropout_p, is_causal, scale, enable_gqa, grad_mode, *switches
 ) -> Plan:
-    """``switches`` are what the choice of a kernel listens to besides."""
+    """``switches`` are only part of the cache key: the choice of a kernel depends on them."""
     with disable_current_modes(), torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
         tensors = [_outline(mesh, *outline) for outline in outlines]
         mask = tensors.pop() if len(tensors) > 3 else None
@@ -286,7 +287,7 @@ def _plan(
 
 
 def _outline(mesh, shape, dtype, requires_grad: bool, sharded_dim: int | None) -> DTensor:
-    """A DTensor that holds one element: plans look at nothing of its data."""
+    """A DTensor that holds a single element: plans do not read its data."""
     placement = Replicate() if sharded_dim is None else Shard(sharded_dim)
     with torch.no_grad():
         outline = DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Masks beside plain shards: what they say by their shapes, and the form that the op takes."""
+"""Masks of calls on plain shards: what their shapes mean, and conversion to the op's form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROWS, KEYS = 2, 3
 
 
 class Shares(NamedTuple):
-    """What ranks hold of query and key, and of the mask's rows and keys: a list of one entry for
-    each rank, or of one for all where they are alike."""
+    """What ranks hold of query and key, and of the mask's rows and keys: lists with one entry per
+    rank, or a single entry if all ranks hold the same."""
 
     lengths: tuple[int, int]
     own: tuple[list[int], list[int]]
@@ -25,9 +25,9 @@ class Shares(NamedTuple):
 
 
 def sharded_dim_of(context, call, mask, shares: Shares) -> int | None:
-    """Which dim of a 4-D mask holds this rank's part alone: rows, keys or, None, neither.
+    """The dim along which a 4-D mask holds only this rank's part: rows, keys, or None.
 
-    Decided by what all ranks hold, so that all decide alike.
+    Depends on what all ranks hold, so all ranks decide the same.
     """
     if mask is None:
         return None
@@ -41,8 +41,9 @@ def sharded_dim_of(context, call, mask, shares: Shares) -> int | None:
             if set(owns) == {1} and whole > 1:
                 refuse(
                     context, call,
-                    f"attn_mask has 1 of {name} where each rank holds 1 of {whole}, so there is "
-                    "no telling whether it is for all of them; expand it to all",
+                    f"attn_mask has size 1 along its {name} and each rank holds 1 of {whole}, so "
+                    "it is ambiguous whether it broadcasts or is this rank's part; expand it to "
+                    f"all {whole}",
                 )  # fmt: skip
         elif sizes == owns and set(owns) != {whole}:
             sharded.append(dim)
@@ -55,16 +56,16 @@ def sharded_dim_of(context, call, mask, shares: Shares) -> int | None:
     if len(sharded) == 2:
         refuse(
             context, call,
-            f"attn_mask {list(call.attn_mask.shape)} has this rank's rows and this rank's keys "
-            f"alone, and says nothing about the other {lengths[1] - local[1]} keys; pass this "
-            f"rank's {local[0]} rows, or all {lengths[0]}, of all {lengths[1]} keys, or only "
-            "is_causal=True",
+            f"attn_mask {list(call.attn_mask.shape)} has only this rank's rows and this rank's "
+            f"keys, and says nothing about the other {lengths[1] - local[1]} keys; pass a mask "
+            f"with this rank's {local[0]} rows, or all {lengths[0]}, and all {lengths[1]} keys, or "
+            "only is_causal=True",
         )  # fmt: skip
     if mask.requires_grad and torch.is_grad_enabled() and ROWS not in sharded:
         refuse(
             context, call,
-            "attn_mask needs a gradient and is shared by the ranks, so there is no telling "
-            "whether its gradient is to be summed over them; pass this rank's rows of it, or "
+            "attn_mask needs a gradient and is shared by the ranks, so it is ambiguous whether "
+            "its gradient should be summed over them; pass this rank's rows of it, or use "
             "DTensors throughout",
         )  # fmt: skip
     return sharded[0] if sharded else None
@@ -75,13 +76,13 @@ def _of_ranks(counts: list[int]) -> str:
 
 
 def mask_of_op(context, call, mask, sharded_dim, layout, lengths) -> torch.Tensor:
-    """The mask as the op takes it: in natural order this rank's rows, in a layout all or its own,
-    and all keys."""
+    """The mask in the op's form, with all keys: in natural order with this rank's rows, in a layout
+    with all rows or this rank's."""
     if sharded_dim == KEYS:
         if is_tracing():
             refuse(
                 context, call,
-                "a mask with this rank's keys alone has to be gathered, which torch.compile "
+                "a mask with only this rank's keys has to be gathered, which torch.compile "
                 "cannot trace here; pass one with all keys",
             )  # fmt: skip
         most = chunk(Span(0, lengths[1]), context.mesh.size())[0].length

@@ -1,12 +1,12 @@
-"""Merging partial attention outputs by their logsumexp.
+"""Merges partial attention outputs by their logsumexp.
 
 Two kernels that saw disjoint keys give ``(out_a, lse_a)`` and ``(out_b, lse_b)``; attention over
 the union is ``out = w_a * out_a + w_b * out_b`` with ``w_b = sigmoid(lse_b - lse_a)`` and
 ``lse = logaddexp(lse_a, lse_b)`` (the online softmax of Milakov & Gimelshein, arXiv:1805.02867,
 as used in FlashAttention, arXiv:2205.14135, and Ring Attention, arXiv:2310.01889).
 
-A side whose logsumexp is -inf saw no key and has no say, whatever its rows hold. If both are
--inf the output is 0 and the logsumexp -inf, as a fully masked row is on one device.
+A side whose logsumexp is -inf saw no key and is ignored, whatever its rows contain. If both are
+-inf, the output is 0 and the logsumexp -inf, like a fully masked row on one device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _merge_in_python(
         merge_eager(out_a, lse_a, out_b, lse_b, out, lse)
 
 
-# Behind the extension's kernels, and instead of those that it has not.
+# Used where the extension has no kernel.
 library.impl("merge_partials", _merge_in_python, "CompositeExplicitAutograd")
 torch.library.register_fake("cp_dispatch::merge_partials", lambda *tensors: None, lib=library)
 
@@ -73,7 +73,7 @@ def merge_eager(
 ) -> None:
     """The specification of :func:`merge_partials`, in plain torch."""
     difference = lse_b - lse_a
-    # inf - inf is the only NaN here that the inputs did not hold; equal sides weigh the same.
+    # inf - inf is the only NaN here that is not in the inputs; equal sides have equal weights.
     difference = torch.where(lse_a == lse_b, torch.zeros_like(difference), difference)
     weight_b = torch.sigmoid(difference).unsqueeze(-1)
     weight_a = torch.sigmoid(-difference).unsqueeze(-1)
@@ -87,34 +87,34 @@ def merge_eager(
 
 
 def token_major(batch: int, heads: int, length: int, dim: int, like: Tensor, dtype=None) -> Tensor:
-    """An empty ``(B, H, S, D)`` tensor whose memory is ``(B, S, H, D)``, as models want it next.
+    """An empty ``(B, H, S, D)`` tensor with memory order ``(B, S, H, D)``, which models use next.
 
-    Outputs and gradients of every op have these strides and no others: a DTensor's metadata
-    then agrees with every shard, also where a batch of 1 makes strides ambiguous.
+    Outputs and gradients of every op have exactly these strides, so a DTensor's metadata agrees
+    with every shard, also if a batch of 1 makes strides ambiguous.
     """
     return like.new_empty((batch, length, heads, dim), dtype=dtype).transpose(1, 2)
 
 
 def is_token_major(tensor: Tensor) -> bool:
-    """Whether the strides are those of :func:`token_major`, also where a size of 1 leaves them
-    open."""
+    """Whether the strides are those of :func:`token_major`, even in dims of size 1."""
     _, heads, length, dim = tensor.shape
     return tensor.stride() == (length * heads * dim, dim, heads * dim, 1)
 
 
 def to_token_major(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor ``(B, H, S, D)`` in that dtype and with the strides of :func:`token_major`; itself
-    if it is so."""
+    """The tensor ``(B, H, S, D)`` in this dtype with the strides of :func:`token_major`; itself if
+    it already has them."""
     if tensor.dtype is dtype and is_token_major(tensor):
         return tensor
     return token_major(*tensor.shape, like=tensor, dtype=dtype).copy_(tensor)
 
 
 def plain_batch(tensor: Tensor) -> Tensor:
-    """The tensor ``(B, H, S, D)``, where a batch of 1 has the stride that a longer one would have.
+    """The tensor ``(B, H, S, D)``, with the stride for a batch of 1 that a larger batch would have.
 
-    Any stride fits it, and a view of a transposed tensor, as ``DTensor.from_local`` makes one, has
-    a small one. Kernels hand it on to their results, which would then have to be copied.
+    For a batch of 1 any stride is valid, and that of a view of a transposed tensor, such as
+    ``DTensor.from_local`` makes, is small. Kernels would give it to their results, which would then
+    have to be copied.
     """
     if tensor.size(0) != 1 or tensor.stride(0) >= tensor.numel():
         return tensor

@@ -1,7 +1,7 @@
 """``torch.ops.cp_dispatch.merge``: the merge of two partial attention outputs, with autograd.
 
-The schedules have a backward of their own and merge in place (:func:`cp_dispatch.merge.
-merge_partials`); this is for code that merges outputs which it will differentiate. With
+The schedules have their own backward and merge in place (:func:`cp_dispatch.merge.
+merge_partials`). This op is for code that differentiates through the merge. With
 ``w_a + w_b = 1`` as in :mod:`cp_dispatch.merge`::
 
     d out_a = w_a * d out

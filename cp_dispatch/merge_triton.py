@@ -1,6 +1,6 @@
-"""The merge of :mod:`cp_dispatch.merge` as one pass over memory on CUDA.
+"""A Triton kernel for the merge of :mod:`cp_dispatch.merge`, in one pass over memory.
 
-Imported at the first merge on a GPU, because importing triton takes long.
+Imported at the first merge on a GPU, because importing triton is slow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of any rank as the 4-D calls that the ops take."""
+"""Reshapes calls with any number of dims to the 4-D calls that the ops take."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cp_dispatch.call import Call, sharded_dims
 def four_dims(call: Call) -> Call:
     """The same call with ``(B, H, S, D)`` tensors and a mask of four dims.
 
-    Three dims are ``(B, S, D)``, or ``(H, S, D)`` where query has more of them than key, and two
-    ``(S, D)``, without heads; more than four have several batch dims. A call that does not fit
-    comes back as it is, and is refused for its shapes.
+    Three dims are ``(B, S, D)``, or ``(H, S, D)`` if query's first dim is larger than key's. Two
+    dims are ``(S, D)``, without heads. More than four have several batch dims. A call that cannot
+    be reshaped is returned unchanged, and is refused later for its shapes.
     """
     if not all(isinstance(x, torch.Tensor) for x in call.tensors.values()):
-        return call  # explain() is given what torch would not let through
+        return call  # explain() may get arguments that torch would refuse
     ndim = call.query.ndim
     if call.key.ndim != ndim or call.value.ndim != ndim or ndim < 2:
         return call
@@ -44,7 +44,7 @@ def four_dims(call: Call) -> Call:
 
 
 def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The output of a 4-D call in the rank of the query that was given."""
+    """The output of a 4-D call with the dims of the original query."""
     if query.ndim == 4:
         return output
     if query.ndim == 3:
@@ -68,14 +68,16 @@ def _four(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor | None:
 
 
 def _has_strided_shards(tensor: torch.Tensor) -> bool:
-    """What torch may make of a dim that it flattens with others; the user has given none."""
+    """Whether there are ``_StridedShard`` placements, which torch may create when it flattens dims
+    even if the user has given none."""
     return isinstance(tensor, DTensor) and any(
         hasattr(p, "dim") and type(p) is not Shard for p in tensor.placements
     )
 
 
 def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor | None:
-    """None for a DTensor sharded on a batch dim that does not survive the flattening."""
+    """The tensor with its batch dims flattened; None if it is sharded on one that is not
+    preserved."""
     if isinstance(tensor, DTensor) and _has_uneven_batches(tensor):
         return None
     try:
@@ -90,8 +92,8 @@ def _one_batch_dim(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _has_uneven_batches(tensor: DTensor) -> bool:
-    """Whether some batch dim, with more to come behind it, is cut unevenly. Torch does not see that
-    where several mesh dims cut one, and raises on the ranks alone whose shards do not fit."""
+    """Whether some batch dim, other than the last one, is sharded unevenly. Torch does not see that
+    if several mesh dims shard it, and raises only on ranks whose shards do not fit."""
     batches = tensor.shape[:-3]
     for dim, size in enumerate(batches):
         ranks = math.prod(tensor.device_mesh.size(i) for i in sharded_dims(tensor, dim))
@@ -101,7 +103,8 @@ def _has_uneven_batches(tensor: DTensor) -> bool:
 
 
 def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
-    """None where the mask does not fit, or is sharded on a batch dim that does not survive."""
+    """The mask in four dims; None if it does not broadcast, or is sharded on a batch dim that is
+    not preserved."""
     query = call.query
     if not 1 <= mask.ndim <= max(query.ndim, 2):
         return None
@@ -121,8 +124,8 @@ def _mask_four_dims(mask: torch.Tensor, call: Call) -> torch.Tensor | None:
 
 
 def without_causal_bias(call: Call) -> Call:
-    """A call without ``causal_upper_left`` or ``causal_lower_right``: causal from the top left, or
-    with the boolean mask that the other one stands for."""
+    """The call without a ``CausalBias``: ``causal_upper_left`` becomes is_causal,
+    ``causal_lower_right`` the equivalent boolean mask."""
     bias = call.attn_mask
     if not isinstance(bias, CausalBias):
         return call
@@ -134,7 +137,7 @@ def without_causal_bias(call: Call) -> Call:
 
 
 def autocast(tensor):
-    """The tensor as autocast hands it to attention."""
+    """The tensor as autocast passes it to attention."""
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, CausalBias):
         return tensor
     if not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""Properties that are worked out once, also by ranks that wait for each other meanwhile."""
+"""A cached property that does not deadlock if ranks, as threads, compute it together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 
 class once:  # noqa: N801  a decorator
-    """As ``functools.cached_property``, which before Python 3.12 holds a lock of the class while it
-    works: of ranks that are threads one would hold it and wait for the others, who wait for it."""
+    """Like ``functools.cached_property``, which before Python 3.12 holds a lock of the class during
+    the computation. If ranks are threads, one would hold it and wait for the others, which wait for
+    the lock."""
 
     def __init__(self, make: Callable):
         self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__

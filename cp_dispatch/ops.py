@@ -1,9 +1,9 @@
 """The custom ops ``torch.ops.cp_dispatch.*``: schemas, fakes, kernels and autograd.
 
-For each backend ``X`` there is ``ring_X_attention`` and ``ring_X_attention_backward``. On plain
-tensors an op takes this rank's shards and communicates over ``group_name``; on DTensors it takes
-whole DTensors, whose rules are in :mod:`cp_dispatch.sharding`. Whatever the backward needs is an
-argument or a saved tensor, so that no op reads an option.
+For each backend ``X`` there are ``ring_X_attention`` and ``ring_X_attention_backward``. On plain
+tensors an op takes this rank's shards and communicates over ``group_name``. On DTensors it follows
+the rules in :mod:`cp_dispatch.sharding`. Everything that the backward needs is an argument or a
+saved tensor, so no op depends on the enabled options.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ NAMESPACE = "cp_dispatch"
 #   key, value                 (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
 #   attn_mask                  (B or 1, H or 1, Sq or 1, key_length or 1), bool or a bias
 #   logsumexp                  (B, H, Sq), natural log, float32; float64 for float64 and math
-# layout "" is natural order, else the text of a balancer (see layouts/balancer.py), in whose order
-# the shards lie. Then a mask's rows and keys are those of the whole sequence by position, but for
-# mask_order: "rows", "keys" or "rows,keys" lie as the shards do, and of rows there are Sq. In
-# natural order that is "rows": by it, not by the layout, the rule says how a mask is placed.
-# All in one dtype, but that output and grad_output of ring_math_attention are float64, and the
-# gradient of a bias is float32 for 16-bit inputs, because ranks have yet to sum it.
+# layout "" is natural order, else the text of the balancer (see layouts/balancer.py) that defines
+# the order of the shards. Then a mask's rows and keys are those of the whole sequence by original
+# position, except those in mask_order: "rows", "keys" or "rows,keys" are in the order of the
+# shards, and there are Sq rows. In natural order mask_order is "rows". The sharding rule places a
+# mask by mask_order, not by the layout.
+# All tensors have one dtype, except that output and grad_output of ring_math_attention are float64,
+# and the gradient of a bias is float32 for 16-bit inputs, because ranks have yet to sum it.
 # scale None is 1 / sqrt(D). ring_shape holds the sizes of the mesh dims that share the sequence,
-# whose ranks are group_name; [] and "" mean that this rank holds all of it. dropout_seed is one
-# int64; origin is [first batch row, first head, number of heads] in global terms.
+# and group_name is the group of their ranks; [] and "" mean that this rank holds all of it.
+# dropout_seed is one int64; origin is the global [first batch row, first head, number of heads].
 # schedule "a+b" is a for the forward and b for the backward.
 # key_grad False: grad_key and grad_value are placeholders without meaning; mask_grad likewise.
 _OPTIONS = (
@@ -129,7 +130,7 @@ def _define(backend: Backend) -> None:
 
 
 def _autograd(name: str):
-    """The Autograd kernel of a forward op: autograd of DTensors and of plain tensors alike."""
+    """The Autograd kernel of a forward op, for DTensors and for plain tensors."""
 
     class RingAttention(torch.autograd.Function):
         @staticmethod
@@ -153,7 +154,7 @@ def _autograd(name: str):
             if grad_output is None:
                 return (None,) * 4 + rest
             needs = ctx.needs_input_grad[:4]
-            # Once: a checkpoint recomputes at the first look and refuses a second.
+            # Only once: a checkpoint recomputes at the first access and refuses a second one.
             saved = ctx.saved_tensors
             recomputed.check_unwritten(saved[3])
             recomputed.check_unwritten_mask(saved[5], ctx.mask_version)
@@ -186,8 +187,8 @@ def _autograd(name: str):
 
 
 def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
-    """A bias's gradient in the bias's own placement and dtype, for a bias is a parameter more
-    often than not. Summed over ranks first and rounded then."""
+    """A bias's gradient with the bias's own placements and dtype, since a bias is usually a
+    parameter. It is summed over ranks before it is rounded."""
     if isinstance(mask, DTensor) and grad.placements != mask.placements:
         wanted = [Replicate() if isinstance(p, Partial) else p for p in mask.placements]
         grad = grad.redistribute(placements=wanted)
@@ -195,16 +196,16 @@ def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
 
 
 def _plain_replicated(query: Tensor, mask: Tensor | None):
-    """Let DTensor take a plain mask as replicated. Only traces have one: the flag is global, and
-    in eager mode the mask has become a DTensor before."""
+    """Let DTensor treat a plain mask as replicated. Only used in traces, because the flag is
+    global; in eager mode the mask already is a DTensor."""
     if isinstance(query, DTensor) and mask is not None and not isinstance(mask, DTensor):
         return implicit_replication()
     return contextlib.nullcontext()
 
 
 def _is_outside(query: Tensor) -> bool:
-    """Whether this rank is not in the mesh. There a gradient has to have its leaf's strides, or
-    torch fails where it copies it into others."""
+    """Whether this rank is not in the mesh. Its gradients need the strides of their leaves, or
+    torch fails to copy them."""
     return isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None
 
 
@@ -259,9 +260,11 @@ def refuse_local_tensor_mode(name: str) -> None:
 
 
 def ops_to_save() -> list[torch._ops.OpOverload]:
-    """The ops of ``F.scaled_dot_product_attention`` and ``varlen_attn`` (``flex_attention`` has
-    none here) whose outputs selective checkpointing should keep, so that no backward communicates
-    or attends a second time::
+    """The ops whose outputs selective activation checkpointing should save.
+
+    With them saved, the recomputation in the backward neither repeats attention nor its
+    communication. Covers ``F.scaled_dot_product_attention`` and ``varlen_attn``, not
+    ``flex_attention``::
 
         context_fn = functools.partial(
             torch.utils.checkpoint.create_selective_checkpoint_contexts, cp_dispatch.ops_to_save()

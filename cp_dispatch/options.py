@@ -1,4 +1,4 @@
-"""Options of the toggle, and whose options hold where."""
+"""The options of ``enable()`` and ``enabled()``, and which ones apply in which thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from cp_dispatch.schedules import CHOICES
 
 @dataclass(frozen=True)
 class Options:
-    """What ``enable`` was told.
+    """The arguments of ``enable``.
 
     Attributes:
         schedule: ``"auto"``, one of ``CHOICES``, or ``"hybrid:U"``, heads among U ranks.
-        layout: a balancer, in whose order every sharded sequence lies; None for natural order.
-        of_shards: whether DTensors are made of a model's plain shards, so that gradients of its
-            plain tensors are to be each rank's share, as those of its parameters are.
+        layout: the balancer that defines the order of every sharded sequence; None for natural
+            order.
+        of_shards: whether DTensors are made from a model's plain shards. Gradients of its plain
+            tensors are then each rank's share, like those of its parameters.
     """
 
     schedule: str = "auto"
@@ -27,7 +28,7 @@ class Options:
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
-        # Every call asks, and a layout of many documents takes long.
+        # Every call needs it, and hashing a layout of many documents takes long.
         if self._hash is None:
             object.__setattr__(self, "_hash", hash((self.schedule, self.layout, self.of_shards)))
         return self._hash
@@ -36,12 +37,12 @@ class Options:
         choices = ("auto", *CHOICES)
         if self.schedule not in choices and head_ranks(self.schedule) is None:
             raise ContextParallelError(
-                f'schedule must be one of {", ".join(map(repr, choices))}, or "hybrid:U" for heads '
-                f"among U ranks, got {self.schedule!r}"
+                f'schedule must be one of {", ".join(map(repr, choices))}, or "hybrid:U" for '
+                f"groups of U ranks, got {self.schedule!r}"
             )
         if self.layout is not None and not isinstance(self.layout, Balancer):
             raise ContextParallelError(
-                "layout must be None (the sequence in natural order) or a balancer such as "
+                "layout must be None (natural order) or a balancer such as "
                 f"cp_dispatch.HeadTail(seq_len, world_size), got {self.layout!r}"
             )
         if self.layout is not None:
@@ -49,7 +50,7 @@ class Options:
 
     @property
     def order(self) -> Balancer | None:
-        """The layout, if it is another order than the natural one, which that of one rank is."""
+        """The layout, None if its order is the natural one, as that of one rank always is."""
         return None if self.layout is None or self.layout.world_size == 1 else self.layout
 
 
@@ -69,9 +70,9 @@ class Scope:
 class OptionStack:
     """Process-wide options below a stack of scopes.
 
-    A thread inside its own scope has that scope's options. Any other thread has those of the
-    scope entered last anywhere, because autograd recomputes checkpoints and runs backwards on
-    threads of its own; without scopes, those of the process.
+    A thread inside a scope of its own has that scope's options. Any other thread has those of the
+    scope entered last in any thread, because autograd recomputes checkpoints and runs backwards on
+    its own threads. Without scopes, the process-wide options apply.
     """
 
     def __init__(self):
@@ -80,7 +81,7 @@ class OptionStack:
         self._thread = threading.local()
 
     def current(self) -> Options | None:
-        # Guards of graphs ask at every call.
+        # Guards of graphs call this at every call.
         scopes = self._scopes
         if not scopes:
             return self._process
@@ -91,7 +92,7 @@ class OptionStack:
         return own[-1].options if own else self.latest()
 
     def own(self) -> Options | None:
-        """Those of this thread's innermost scope alone."""
+        """Options of this thread's innermost scope, None without one."""
         own = self._own()
         return own[-1].options if own else None
 
@@ -109,7 +110,8 @@ class OptionStack:
             self._process = options
 
     def snapshot(self) -> tuple:
-        """What :meth:`restore` needs to undo a :meth:`set` or :meth:`push` of this thread."""
+        """The state that :meth:`restore` needs to undo a :meth:`set` or :meth:`push` of this
+        thread."""
         own = self._own()
         return self._process, self._scopes, list(own), own[-1].options if own else None
 
@@ -129,12 +131,12 @@ class OptionStack:
         return scope
 
     def remove(self, scope: Scope) -> None:
-        """End a scope, from whatever thread."""
+        """End a scope, from any thread."""
         self._scopes = [other for other in self._scopes if other is not scope]
-        self._own()  # forgets it here too: what it says may hold a mesh and its groups
+        self._own()  # drops it here too: its options may hold a mesh and its groups
 
     def _own(self) -> list[Scope]:
-        """Scopes that this thread entered and that have not ended."""
+        """Scopes that this thread has entered and that have not ended."""
         own = getattr(self._thread, "scopes", None)
         if not own:
             return []

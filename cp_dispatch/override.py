@@ -1,12 +1,12 @@
-"""What stands before torch's kernels of ``scaled_dot_product_attention`` while cp_dispatch is on.
+"""Overrides torch's kernels of ``scaled_dot_product_attention`` while cp_dispatch is on.
 
 Note [The override]
 ~~~~~~~~~~~~~~~~~~~
 ``aten::scaled_dot_product_attention`` is composite: torch runs one kernel for every dispatch
-key. While enabled, a Python kernel stands before it at the CPU and CUDA keys and at their
-autograd keys, so it sees each call once, however the function was imported. A call without
-DTensors goes on to torch's kernel, which was fetched before. In inference mode autograd keys are
-off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
+key. While enabled, a Python kernel is registered in front of it at the CPU and CUDA keys and at
+their autograd keys, so it sees each call once, however the function was imported. A call without
+DTensors is passed on to torch's kernel, which was fetched before. In inference mode autograd keys
+are off and a DTensor's Python key comes first, so a ``register_torch_dispatch`` rule catches those
 calls. Both registrations belong to one ``torch.library.Library``, which is destroyed with the last
 user of the override.
 """
@@ -36,7 +36,7 @@ from cp_dispatch.transforms import hidden_mesh, refuse_transforms
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")
-_VMAP_KEY = "FuncTorchVmapMode"  # where vmap takes the function apart, before any of those
+_VMAP_KEY = "FuncTorchVmapMode"  # where vmap decomposes the function, before any of the others
 
 CurrentOptions = Callable[[], Options | None]
 
@@ -47,22 +47,22 @@ def install(
     contexts: OptionStack,
     plain_context: Callable[[], PlainContext | None],
 ) -> None:
-    """Register everything with a library, which takes it away again.
+    """Register everything with a library, whose destruction removes it.
 
-    ``stack`` has the options of calls on DTensors; ``contexts`` those of calls without, of which
-    ``plain_context`` finds the one that holds.
+    ``stack`` has the options for calls on DTensors, ``contexts`` the blocks for calls without;
+    ``plain_context`` returns the block in effect.
     """
-    # All fetched first: a kernel at one key changes what torch computes for the others.
+    # All are fetched first: a kernel at one key changes what torch computes for the others.
     kernels = {key: composite_kernel(key) for key in _KEYS}
     under_vmap = composite_kernel(_VMAP_KEY)
     options = _noted(stack)
     how = {"with_keyset": True, "allow_override": True}
     for key, kernel in kernels.items():
-        # A kernel that somebody else put there stays, and is the one we call on to.
+        # A kernel that another library has registered stays; ours passes calls on to it.
         own = _override(kernel, options, contexts, plain_context)
         library.impl("scaled_dot_product_attention", own, key, **how)
     with warnings.catch_warnings():
-        # Torch up to 2.13 says that a kernel was there before, which is called on to.
+        # Torch up to 2.13 warns that a kernel was registered before; ours passes calls on to it.
         warnings.simplefilter("ignore")
         refusal = _refusal_of_vmap(under_vmap, stack, contexts, plain_context)
         library.impl("scaled_dot_product_attention", refusal, _VMAP_KEY, **how)
@@ -74,7 +74,7 @@ def install(
 
 
 def _noted(stack: OptionStack) -> CurrentOptions:
-    """Options that hold, with a guard on them for the graph that is being traced, if any."""
+    """The options in effect, with a guard on them for the graph that is being traced, if any."""
 
     def options() -> Options | None:
         if dynamo_traces() is not None:
@@ -93,7 +93,7 @@ def _noted_block(contexts: OptionStack, plain_context) -> PlainContext | None:
 
 
 def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_context):
-    """The kernel that stands before torch's ``kernel``. See Note [The override]."""
+    """The kernel in front of torch's ``kernel``. See Note [The override]."""
 
     @run_uncompiled
     def scaled_dot_product_attention(
@@ -126,10 +126,11 @@ def _override(kernel, options: CurrentOptions, contexts: OptionStack, plain_cont
 
 
 def refuse_beside_torchs() -> None:
-    """Torch's context parallel makes DTensors whose shards lie in an order they do not tell."""
+    """Refuse to run beside torch's context parallel, whose DTensors do not say the order of their
+    shards."""
     if torch_context_parallel_is_on():
         raise ContextParallelError(
-            "torch's own context-parallel dispatcher is on and would take the same calls. Leave "
+            "torch's own context-parallel dispatcher is on and would handle the same calls. Leave "
             "torch.distributed.tensor.experimental.context_parallel, or call "
             "_disable_context_parallel_dispatcher() of torch.distributed.tensor.experimental."
             "_context_parallel._attention, before cp_dispatch.enable(); or use "
@@ -138,10 +139,10 @@ def refuse_beside_torchs() -> None:
 
 
 def _refusal_of_vmap(kernel, stack: OptionStack, contexts: OptionStack, plain_context):
-    """The kernel that stands before vmap's, which takes the function apart: plain shards would stay
-    local in silence. DTensors would go on to their own kernels, also where nothing is stacked: in a
-    layout those take the order of the shards for that of the sequence, and on CPU they look for a
-    rule for minutes."""
+    """The kernel in front of vmap's. Under that, plain shards would silently stay local, and calls on
+    DTensors would go to DTensor's own kernels even if vmap maps over none of the tensors. Those would
+    take the order of the shards for that of the sequence in a layout, and on CPU search for a rule
+    for minutes."""
 
     def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
         tensors = query, key, value, attn_mask

@@ -1,4 +1,4 @@
-"""Context parallelism for chosen modules, as a style of ``parallelize_module``."""
+"""``ContextParallel``: context parallelism for chosen modules, as a ``ParallelStyle``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from cp_dispatch.toggle import (
 )
 from cp_dispatch.traced_style import map_tensors, traced_forward
 
-# Our words and the values of torch's enum.
+# Our names and the values of torch's enum.
 _TYPES = {
     "sdpa": "sdpa",
     "scaled_dot_product_attention": "sdpa",
@@ -51,34 +51,36 @@ _TYPES = {
 
 
 class ContextParallel(ParallelStyle):
-    """The module's inputs are shards of sequences, and its attention goes over all of them::
+    """Make the attention of a module context-parallel, given inputs that are sharded along the
+    sequence::
 
         parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": ContextParallel()})
 
-    Plain inputs, positional or by keyword, stay plain, and every
-    ``F.scaled_dot_product_attention`` that the module calls on plain tensors takes them for this
-    rank's shards, as inside :func:`cp_dispatch.context_parallel`; so the module may have plain
-    parameters, whose gradients are those of this rank's rows. DTensor inputs must be
-    ``Shard(seq_dim)`` on the mesh; the module gets their local tensors, and its outputs, whose
-    sequence has to be that dim too, become DTensors again.
+    Plain inputs, positional or by keyword, stay plain. Every ``F.scaled_dot_product_attention``
+    that the module calls on plain tensors treats them as this rank's shards, as inside
+    :func:`cp_dispatch.context_parallel`. The module may have plain parameters; their gradients
+    cover this rank's rows only. DTensor inputs must be ``Shard(seq_dim)`` on the mesh: the module
+    gets their local tensors, and its outputs become DTensors again. The sequence of an output must
+    be in the same dim.
 
-    With ``attention_type="flex"`` the module is one around ``flex_attention``, and query, key and
-    value are found among its arguments, by these names (or q, k, v), positional or by keyword,
-    else as the first three tensors. Plain shards become DTensors for the forward, and DTensors that
-    come out plain ones again; all other arguments are left alone, so a ``BlockMask`` is that of the
-    whole sequence or :func:`cp_dispatch.create_cp_block_mask`'s.
+    ``attention_type="flex"`` is for a module around ``flex_attention``. Query, key and value are
+    the arguments with these names (or q, k, v), positional or by keyword, else the first three
+    tensors. Plain shards become DTensors for the forward, and the outputs plain tensors again. All
+    other arguments are left alone, so a ``BlockMask`` has to be that of the whole sequence or come
+    from :func:`cp_dispatch.create_cp_block_mask`.
 
     Args:
         seq_dim: the sequence dim of the inputs: 2 for ``(B, H, L, D)``, 1 for ``(B, L, E)``.
         attention_type: ``"sdpa"``, or ``"flex"`` for ``flex_attention``.
-        balancer: as for :func:`cp_dispatch.context_parallel`. ``"auto"``: as a
-            ``context_parallel`` block around says, else the ``layout`` of ``cp_dispatch.enable``,
-            else natural order.
-        schedule: as for :func:`cp_dispatch.enable`; None: what ``set_rotate_method`` said.
+        balancer: as for :func:`cp_dispatch.context_parallel`. ``"auto"``: that of the
+            ``context_parallel`` block around, else the ``layout`` of ``cp_dispatch.enable``, else
+            natural order.
+        schedule: as for :func:`cp_dispatch.enable`. None: the one that ``set_rotate_method``
+            selected.
 
     Raises:
-        ContextParallelError: for other arguments, meshes that do not have one dim, DTensors placed
-            otherwise, and calls that are not supported.
+        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if a DTensor has
+            another placement, or if a call is not supported.
     """
 
     def __init__(
@@ -103,10 +105,10 @@ class ContextParallel(ParallelStyle):
         self.balancer = balancer
         self.schedule = schedule
         self._forwards: dict[tuple, types.FunctionType] = {}
-        self._orders = weakref.WeakKeyDictionary()  # in which each module ran last
+        self._orders = weakref.WeakKeyDictionary()  # the order in which each module last ran
 
     def __reduce__(self):
-        # Without what it keeps of modules: groups and weak references, which nothing can copy.
+        # Leaves out process groups and weak references to modules, which cannot be copied.
         make = partial(type(self), balancer=self.balancer, schedule=self.schedule)
         return make, (self.seq_dim, self.attention_type)
 
@@ -117,10 +119,10 @@ class ContextParallel(ParallelStyle):
             seq_dim=self.seq_dim, attention_type=self.attention_type, balancer=self.balancer,
             schedule=self.schedule,
         )  # fmt: skip
-        # Meshes that are equal may have other groups, as those before destroy_process_group.
+        # Equal meshes may have different groups, such as those from before destroy_process_group.
         group = None if device_mesh.get_coordinate() is None else device_mesh.get_group()
         if getattr(module.forward, "in_style_on", None) == (device_mesh, group):
-            return module  # applied again, as to one that two parents share
+            return module  # applied before, for example because two parents share the module
         if self.attention_type == "flex":
             kind = tuple(inspect.signature(module.forward).parameters)
         else:
@@ -131,14 +133,15 @@ class ContextParallel(ParallelStyle):
         forward = self._forward(device_mesh, group, kind, _own_forward(module))
         module.forward = types.MethodType(forward, module)
         if self.attention_type == "sdpa" and isinstance(module, nn.MultiheadAttention):
-            # An encoder layer in eval mode takes its attention's parameters for a kernel of its
-            # own and never calls it, unless something is hooked to it.
+            # In eval mode an encoder layer passes its attention's parameters to a fused kernel and
+            # never calls the attention, unless that has a hook.
             module.register_forward_pre_hook(_no_fused_kernel)
         return module
 
     def _forward(self, mesh: DeviceMesh, group, kind, own):
-        """The same function for modules that are alike, for their graphs are. ``kind``: their
-        window or, of modules around ``flex_attention``, the names of their arguments."""
+        """The forward of a module, shared by all modules of the same ``kind`` so that they share
+        compiled graphs. ``kind`` is the module's window or, around ``flex_attention``, the names of
+        its arguments."""
         key = mesh, kind, group
         if own is None and key in self._forwards:
             return self._forwards[key]
@@ -156,7 +159,7 @@ class ContextParallel(ParallelStyle):
 
     @torch.compiler.disable
     def _run(self, mesh: DeviceMesh, module: nn.Module, forward, args: tuple, kwargs: dict):
-        """The module's forward in a block of its own."""
+        """Run the module's forward in a block of its own."""
         try:
             args, kwargs, wholes, context = self._prepared(mesh, module, args, kwargs)
         except ContextParallelError as error:
@@ -169,7 +172,7 @@ class ContextParallel(ParallelStyle):
         return map_tensors(partial(self._whole, mesh, wholes[0].shape[self.seq_dim]), output)
 
     def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
-        """Local inputs, those that were DTensors, and the block."""
+        """The local inputs, the inputs that were DTensors, and the block's context."""
         check_implementation(module, mesh)
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
@@ -183,12 +186,11 @@ class ContextParallel(ParallelStyle):
         masks = lengths_of_masks(args, kwargs)
         args, kwargs = map_tensors(local, (args, kwargs))
         lengths = [x.shape[self.seq_dim] for x in own if self._has_sequence(x)]
-        if lengths and masks and max(masks) > max(lengths):  # torch would say: crop it
+        if lengths and masks and max(masks) > max(lengths):  # torch would advise to crop it
             raise ContextParallelError(
-                f"ContextParallel(attention_type='sdpa') takes no BlockMask of {max(masks)} "
-                f"positions beside shards of {max(lengths)}; a module around flex_attention takes "
-                "ContextParallel(attention_type='flex'), and with it the BlockMask of the whole "
-                "sequence"
+                f"ContextParallel(attention_type='sdpa') got a BlockMask of {max(masks)} positions "
+                f"with shards of {max(lengths)}; for a module around flex_attention use "
+                "ContextParallel(attention_type='flex') with the BlockMask of the whole sequence"
             )
         context = self._context(
             mesh,
@@ -201,7 +203,7 @@ class ContextParallel(ParallelStyle):
 
     @torch.compiler.disable
     def _run_flex(self, mesh, names, module: nn.Module, forward, args: tuple, kwargs: dict):
-        """The forward of a module around ``flex_attention``, on DTensors."""
+        """Run the forward of a module around ``flex_attention``, on DTensors."""
         try:
             places, given, context = self._found_in_flex(mesh, names, module, args, kwargs)
         except ContextParallelError as error:
@@ -219,7 +221,7 @@ class ContextParallel(ParallelStyle):
         return map_tensors(plain, output) if were_plain else output
 
     def _found_in_flex(self, mesh: DeviceMesh, names, module: nn.Module, args, kwargs):
-        """Where query, key and value are, they, and the block."""
+        """The places of query, key and value, these tensors, and the block's context."""
         places = find_inputs(type(module).__name__, names, args, kwargs)
         given = [value_at(place, args, kwargs) for place in places]
         wholes = self._wholes(mesh, given)
@@ -237,14 +239,14 @@ class ContextParallel(ParallelStyle):
             if not fits or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
                 raise ContextParallelError(
                     f"ContextParallel(seq_dim={self.seq_dim}) takes plain shards, or DTensors "
-                    f"Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} is placed "
-                    f"{x.placements} on {x.device_mesh}"
+                    f"that are Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} "
+                    f"has placements {x.placements} on {x.device_mesh}"
                 )
         return wholes
 
     def _check_recomputed(self, module: nn.Module, context: PlainContext) -> None:
-        """A checkpoint that is recomputed after the block around has ended would find another
-        order, and its gradients would be wrong."""
+        """Refuse to recompute a checkpoint in a different order, as after the block around has
+        ended: its gradients would be wrong."""
         order = context.balancer, context.order_is_known
         if not in_backward():
             self._orders[module] = order
@@ -252,12 +254,12 @@ class ContextParallel(ParallelStyle):
             raise ContextParallelError(
                 f"a module in ContextParallel(balancer='auto') ran in the order "
                 f"{self._orders[module][0]!r} and is recomputed in the order {order[0]!r}: the "
-                "block of context_parallel, or the scope of enabled(layout=...), has ended. Run "
-                "the backward inside, or name the order, ContextParallel(balancer=...)"
+                "context_parallel block, or the scope of enabled(layout=...), has ended. Run "
+                "the backward inside it, or state the order with ContextParallel(balancer=...)"
             )
 
     def _context(self, mesh, window, own: list[int] | None, whole: list[int]) -> PlainContext:
-        """The block for inputs of these local and global lengths; local ones None for any."""
+        """The block's context for inputs of these local (None: any) and global lengths."""
         schedule = current_schedule() if self.schedule is None else self.schedule
         uneven = any(length % mesh.size() for length in whole)
         balancer, known = self.balancer, True
@@ -276,23 +278,24 @@ class ContextParallel(ParallelStyle):
         return -x.ndim <= self.seq_dim < x.ndim
 
     def _whole(self, mesh, length: int, x: torch.Tensor):
-        """An output as the DTensor of which it is this rank's part."""
+        """The DTensor of which an output is this rank's shard."""
         if not self._has_sequence(x):
             return x
         own = chunk(Span(0, length), mesh.size())[mesh.get_local_rank()].length
         if x.shape[self.seq_dim] != own:
             raise ContextParallelError(
-                f"ContextParallel(seq_dim={self.seq_dim}) makes DTensors of outputs again where "
-                f"inputs are, but one of shape {list(x.shape)} does not have this rank's {own} of "
-                f"{length} positions along dim {self.seq_dim}; give the module plain shards, or "
-                "apply the style to a smaller one, whose outputs lie like its inputs"
+                f"ContextParallel(seq_dim={self.seq_dim}) turns outputs into DTensors if inputs "
+                f"are DTensors, but an output of shape {list(x.shape)} does not have this rank's "
+                f"{own} of {length} positions along dim {self.seq_dim}; pass the module plain "
+                "shards, or apply the style to a smaller module whose outputs have the sequence "
+                "in the same dim as its inputs"
             )
         return whole_of(mesh, x, self.seq_dim % x.ndim, length)
 
 
 def _own_forward(module: nn.Module):
-    """The forward that a module has instead of its class's, as a function of the module: a copy of
-    the module takes a method along, as its own."""
+    """The forward that a module has in place of its class's, as a function of the module, because
+    a copy of the module copies a bound method too."""
     own = vars(module).get("forward")
     if own is None:
         return None

@@ -1,7 +1,7 @@
-"""The sum of several tensors in one pass over memory, rounded once.
+"""Sums several tensors in one pass over memory, rounding once.
 
-Shares of dK and dV come from several tiles and ranks in the kernels' dtype; adding them two by two
-would round, or write float32, every time.
+Shares of dK and dV come from several tiles and ranks in the kernels' dtype. Adding them pairwise
+would round each time, or write float32 each time.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def add_up(
 
 
 def way_to_add(flat: Sequence[Tensor], totals: Sequence[Tensor], places):
-    """What :func:`add_up` calls with ``(flat, pieces, totals)``, and the pieces: the same for all
-    parts and totals of these shapes, strides and dtypes."""
+    """The function that :func:`add_up` calls with ``(flat, pieces, totals)``, and the pieces. Both
+    are the same for all parts and totals of these shapes, strides and dtypes."""
     pieces, most = _pieces(places, totals[0].size(2), len(totals))
     rows = *flat, *totals
     fits = most <= _MOST and all(x.stride(-1) == 1 or x.size(-1) == 1 for x in rows)

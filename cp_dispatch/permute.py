@@ -1,13 +1,13 @@
-"""Rows in another order: permuting sequences, and packing several into one buffer to send.
+"""Permutes sequences, and packs rows of several tensors into one buffer to send.
 
-An index, int64 or int32, has shape ``(N,)`` or ``(1, N)`` for all batches or ``(B, N)`` with one
-row for each; -1 stands for a row of zeros, which is how uneven shards are padded. Bad values
-raise; on CUDA that means waiting for the device, so an index that was made and checked on the host
-(a balancer's) goes with ``checked=True``. A bad value that comes through all the same raises in
-the CPU kernel, and counts as -1 in the CUDA kernel: neither reads or writes out of bounds.
+An index, int64 or int32, has shape ``(N,)`` or ``(1, N)`` for all batch rows, or ``(B, N)`` with
+one row for each; -1 means a row of zeros, which pads uneven shards. Invalid values raise. On CUDA
+that check waits for the device, so pass ``checked=True`` with an index that was made and checked on
+the host, such as a balancer's. If an invalid value gets through even so, the CPU kernel raises and
+the CUDA kernel treats it as -1: neither reads or writes out of bounds.
 
-Balancers permute; packing is for programs that send rows themselves, for schedules write theirs as
-:mod:`cp_dispatch.schedules.wire` lays them out.
+Balancers use the permutation. Packing is for programs that send rows themselves; schedules have
+their own format (:mod:`cp_dispatch.schedules.wire`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def permute_sequence(
         tensors: of any shapes, dtypes and strides, on one device.
         index: see the module's docstring; per-batch rows belong to dim 0 of each tensor.
         dim: the sequence dim, of all tensors or of each.
-        checked: the values of ``index`` are known to be good (-1, or a row of every tensor).
+        checked: the values of ``index`` are known to be valid (-1, or a row of every tensor).
         unique: no row occurs twice, which spares the backward a sort. Not checked.
 
     Returns:
@@ -190,7 +190,7 @@ def _numel(tensor: Tensor, dim: int, length: int) -> int:
 
 
 def _rows_of(tensors, index, dims, start, length) -> tuple[list[Tensor], int]:
-    """The tensors narrowed to the rows in question, and how many rows the buffer has."""
+    """The tensors narrowed to the selected rows, and the number of rows in the buffer."""
     if not tensors or any(x.dtype is not tensors[0].dtype for x in tensors):
         raise ContextParallelError(
             "expected tensors of one dtype, got " + (", ".join(map(_described, tensors)) or "none")

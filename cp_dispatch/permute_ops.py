@@ -1,9 +1,9 @@
 """``torch.ops.cp_dispatch.permute_sequence`` and its backward: kernels, fakes, autograd.
 
-Each is the other's derivative, so gradients of any order are these two ops. For an index without
-repeats the backward gathers by the inverse; otherwise one stable sort finds the rows that share a
-source, and each row of the gradient is summed and written once: no atomics, so that two runs
-agree bit by bit.
+Each is the other's derivative, so gradients of any order use only these two ops. For an index
+without repeats the backward gathers by the inverse. Otherwise one stable sort finds the rows that
+share a source, and each row of the gradient is summed and written once, without atomics, so results
+are deterministic.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _empty_rows(like: Tensor, dim: int, length: int) -> Tensor:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dims as they lie in memory, outermost first. Dims that say nothing about it, expanded
-    or of size 1, stay behind the dim they follow."""
+    """The dims in memory order, outermost first. Dims that have no place in it, because they are
+    expanded or of size 1, stay after the dim that they follow."""
     order: list[int] = []
     strides, sizes = tensor.stride(), tensor.shape
     for d in range(tensor.dim()):

@@ -1,26 +1,27 @@
 """Context parallelism for models whose activations are plain local tensors.
 
-The functions of ``torch.distributed.tensor.experimental`` under the same names and signatures:
-change the import, and old code runs. What differs from torch 2.13:
+Has the functions of ``torch.distributed.tensor.experimental`` under the same names and signatures:
+existing code only changes its import. Differences from torch 2.13:
 
-- Calls that torch answers wrongly, refuses or hangs on are right: masks, dropout, GQA on every
-  kernel, non-causal calls with the defaults, no buffers, lengths that ranks do not divide, 3-D
-  inputs, causal calls in ``torch.compile``. Where a plain tensor can mean two things, the call
-  raises instead of guessing; see :func:`context_parallel`.
-- The order is an argument, ``balancer``, not the global ``_cp_options.enable_load_balance``, which
-  is not read. The default is torch's: head-tail where 2 W divides the length, else natural order.
-  It goes by each buffer's own length, where torch takes the first buffer's for all; a table that
-  is longer than the sequence has to be cut to it first, and a warning says so.
-- ``torch.nn.functional`` is not patched, so functions imported earlier take part; and a block
-  belongs to its thread and to backward passes, not to all threads. Blocks nest.
-- Buffers get other storage for the block and their own back, without copies; what autograd saved
-  inside stays, so the backward may run after the block, as long as no attention is recomputed in
-  it, which raises.
-  Buffers that need gradients are refused on entry; torch fails on them half way.
-- ``set_rotate_method`` is read on entry of a block. DTensors in a block mean what they mean outside
-  of it: ``cp_dispatch.enable`` decides about them.
-- Errors are :class:`ContextParallelError`; where torch's are ``ValueError`` or
-  ``NotImplementedError``, they are that too.
+- Some calls on which torch raises, hangs or gives wrong results work here: masks, dropout, GQA on
+  every kernel, non-causal calls with the defaults, blocks without buffers, lengths that are not a
+  multiple of the number of ranks, 3-D inputs, causal calls in ``torch.compile``. Where a plain
+  tensor is ambiguous, the call raises instead of guessing; see :func:`context_parallel`.
+- The order of the sequence is an argument, ``balancer``. The global
+  ``_cp_options.enable_load_balance`` is not read. The default is torch's: head-tail if the length
+  is a multiple of 2 W, else natural order. It is chosen from each buffer's own length, where torch
+  uses the first buffer's for all. A table that is longer than the sequence has to be cut to the
+  sequence's length first; a warning says so.
+- ``torch.nn.functional`` is not patched, so functions that were imported earlier are covered too. A
+  block applies to its thread and to backward passes, not to all threads. Blocks nest.
+- For the block, buffers get other storage; at its end they get their own back, without copies. What
+  autograd saved inside is kept, so the backward may run after the block, unless it has to recompute
+  attention, which raises. Buffers that need gradients are refused on entry; torch fails on them
+  halfway through.
+- ``set_rotate_method`` is read when a block is entered. Blocks do not affect DTensors, which
+  ``cp_dispatch.enable`` governs.
+- Errors are :class:`ContextParallelError`; where torch raises ``ValueError`` or
+  ``NotImplementedError``, they are instances of that too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from cp_dispatch.plain_buffers import checked, length_of, listed, shard_of, swap
 from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
 from cp_dispatch.toggle import plain_context, plain_shards
 
-# Torch's names of how keys travel, and the schedules that they ask for.
+# Torch's names for how keys travel, and the schedules that they select.
 ROTATE_METHODS = {"allgather": "auto", "alltoall": "ring"}
 
 _schedule = ROTATE_METHODS["allgather"]
@@ -60,41 +61,48 @@ def context_parallel(
     balancer: Balancer | str | None = "auto",
     schedule: str | None = None,
 ):
-    """Inside the block, plain tensors given to ``F.scaled_dot_product_attention`` are this rank's
-    shards of sequences over ``mesh``, and the call attends to all of the sequence.
+    """Inside the block, ``F.scaled_dot_product_attention`` treats plain tensors as this rank's
+    shards over ``mesh``, and attends to the whole sequence.
 
-    Query ``(B, H, L, D)``, key and value ``(B, Hkv, Lk, D)``, of any floating dtype, are shards of
-    W L queries and W Lk keys; the output ``(B, H, L, D)`` is this rank's. The last dim but one is
-    the sequence, also of tensors with three dims. Every plain call of the thread is taken so.
+    Query ``(B, H, L, D)`` and key and value ``(B, Hkv, Lk, D)``, of any floating dtype, are this
+    rank's shards of W L queries and W Lk keys. The output ``(B, H, L, D)`` is this rank's shard.
+    The sequence is the second-to-last dim, also of 3-D tensors. The block affects every call on
+    plain tensors in this thread.
 
-    ``attn_mask``, each dim broadcast or given in one of two ways: a dim of the whole length goes by
-    true positions, a dim of the local length holds this rank's part, in the order of the shards. So
-    a padding mask ``(B, 1, 1, S)``, its shard ``(B, 1, 1, L)``, ``(S, S)`` and this rank's rows
-    ``(L, S)`` do; ``(L, L)`` says nothing about the keys of other ranks, and raises.
+    Each dim of ``attn_mask`` may be 1, to broadcast, or have one of two lengths. A dim of the whole
+    length is indexed by the original positions; a dim of the local length holds this rank's part,
+    in the order of the shards. So a padding mask ``(B, 1, 1, S)``, its shard ``(B, 1, 1, L)``, a
+    mask ``(S, S)`` and this rank's rows of it, ``(L, S)``, all work. ``(L, L)`` says nothing about
+    the keys of other ranks, and raises.
 
-    ``flex_attention`` goes over ranks too, uncompiled or by inductor, with its ``BlockMask`` among
-    the buffers, which has this rank's rows and lengths in the block. ``varlen_attn`` raises. Other
-    attention, such as ``nn.MultiheadAttention(need_weights=True)`` or of nested tensors, is not
-    seen and stays local, as with torch. ``torch.func`` transforms raise.
+    ``flex_attention`` attends over all ranks too, uncompiled or compiled by inductor. Pass its
+    ``BlockMask`` among the buffers; inside the block it has this rank's rows and lengths.
+    ``varlen_attn`` raises. As with torch, other attention stays local because it is not seen:
+    ``nn.MultiheadAttention(need_weights=True)``, nested tensors. ``torch.func`` transforms raise.
 
     Args:
-        mesh: a mesh of one dim, such as ``mesh["cp"]``.
-        buffers: whole tensors, the same on every rank, of any dtype, without gradients: inputs,
-            labels, positions, RoPE tables. In the block they are shards. And ``BlockMask``.
-            Each goes by its own length: cut a table that is longer than the sequence first.
-        buffer_seq_dims: the sequence dim of each; of a ``BlockMask`` it may be any int.
+        mesh: a 1-D mesh, such as ``mesh["cp"]``.
+        buffers: whole tensors, the same on every rank, of any dtype, that need no gradients:
+            inputs, labels, positions, RoPE tables; also a ``BlockMask``. Inside the block they are
+            shards. Each is sharded by its own length: cut a table that is longer than the sequence
+            first.
+        buffer_seq_dims: the sequence dim of each buffer; any int for a ``BlockMask``.
         no_restore_buffers: those of ``buffers`` that stay shards after the block.
-        balancer: the order of sequences. ``"auto"``: torch's default, the first and the last pieces
-            go to the same rank (:class:`HeadTail`) where 2 W divides the length, else natural
-            order. Without buffers the caller has cut the sequences, so ``"auto"`` knows no order,
-            and calls that depend on it (causal ones, masks by true positions) raise.
-            ``"head-tail"``: of any length. None: natural order. Or a balancer, for sequences of
-            its length.
-        schedule: as for :func:`cp_dispatch.enable`; None: what :func:`set_rotate_method` said.
+        balancer: the order of the sequences.
+
+            - ``"auto"``: torch's default. The first and the last pieces go to the same rank
+              (:class:`HeadTail`) if the length is a multiple of 2 W, else natural order. Without
+              buffers the caller has sharded the sequences, so their order is unknown, and calls
+              that depend on it (causal ones, masks indexed by the original positions) raise.
+            - ``"head-tail"``: for any length.
+            - None: natural order.
+            - a balancer: its order, for sequences of its length.
+        schedule: as for :func:`cp_dispatch.enable`. None: the one that :func:`set_rotate_method`
+            selected.
 
     Raises:
-        ContextParallelError: for arguments that do not fit, before anything is changed, and for
-            calls in the block that are not supported or ambiguous.
+        ContextParallelError: if arguments do not match, before anything is changed; and for calls
+            in the block that are not supported or are ambiguous.
     """
     context, *to_swap = _prepared(
         mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, schedule
@@ -105,7 +113,7 @@ def context_parallel(
 
 @run_uncompiled
 def _prepared(mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, schedule):
-    """The block, the buffers, their shards, and which of them stay shards."""
+    """The block's context, the buffers, their shards, and which buffers stay shards."""
     check_order(mesh, balancer)
     buffers, dims, keep = checked(buffers, buffer_seq_dims, no_restore_buffers)
     lengths = [length_of(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
@@ -128,14 +136,14 @@ def _prepared(mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, sche
 
 
 def _warn_of_tables(buffers: list, lengths: list[int]) -> None:
-    """Shards of a table that is longer than the sequence are at wrong positions, which nobody
-    sees; an encoder's and a decoder's sequences may well differ."""
+    """Warn that a table longer than the sequence has shards at wrong positions, which no later
+    check can see. Not an error, since an encoder's and a decoder's sequences may well differ."""
     tensors = [n for x, n in zip(buffers, lengths, strict=True) if isinstance(x, torch.Tensor)]
     if len(set(tensors)) > 1:
         warnings.warn(
             f"buffers are {tensors} long, and each is sharded by its own length. A table that goes "
-            "with a shorter sequence, such as RoPE's, would have its rows at wrong positions: make "
-            f"it the sequence's length before the block (table[:{min(tensors)}]).",
+            "with a shorter sequence, such as RoPE's, would have its rows at wrong positions: cut "
+            f"it to the sequence's length before the block (table[:{min(tensors)}]).",
             stacklevel=5,
         )
 
@@ -149,22 +157,23 @@ def context_parallel_unshard(
     *,
     balancer: Balancer | str | None = "auto",
 ) -> list[torch.Tensor]:
-    """Whole tensors in natural order from this rank's shards, without gradients.
+    """Gather the ranks' shards into whole tensors in natural order, without gradients.
 
     Args:
-        mesh: a mesh of one dim.
-        buffers: shards of any dtype, of lengths as ``torch.chunk`` gives them to ranks.
+        mesh: a 1-D mesh.
+        buffers: shards of any dtype, with the lengths that ``torch.chunk`` gives the ranks.
         seq_dims: the sequence dim of each.
-        load_balancer: torch's name for ``balancer``. None, as in torch, is the default order.
-        balancer: as for :func:`context_parallel`. ``"auto"``: inside a block over this mesh its
-            order, else what a block does by default.
+        load_balancer: torch's name for ``balancer``. As in torch, None is the default order.
+        balancer: as for :func:`context_parallel`. ``"auto"``: the order of the block around, if
+            that is over this mesh, else the default order of a block.
 
     Returns:
         A list of new tensors, the same on every rank. For gradients use
         :func:`cp_dispatch.unshard`.
 
     Raises:
-        ContextParallelError: where mesh, tensors and balancer do not fit, or balancers of torch.
+        ContextParallelError: if mesh, tensors and balancer do not match, or if the balancer is one
+            of torch's.
     """
     if load_balancer is not None:
         balancer = load_balancer
@@ -187,11 +196,14 @@ def context_parallel_unshard(
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Choose the schedule of later :func:`context_parallel` blocks of this process, in torch's
-    words: ``"allgather"``, the default, lets cp_dispatch choose; ``"alltoall"`` is the ring.
+    """Set the schedule of later :func:`context_parallel` blocks in this process, by torch's names.
+
+    Args:
+        rotate_method: ``"allgather"``, the default, lets cp_dispatch choose the schedule;
+            ``"alltoall"`` selects the ring.
 
     Raises:
-        ContextParallelError: for any other word.
+        ContextParallelError: for any other name.
     """
     global _schedule
     if rotate_method not in ROTATE_METHODS:
@@ -203,5 +215,5 @@ def set_rotate_method(rotate_method: str) -> None:
 
 
 def current_schedule() -> str:
-    """What :func:`set_rotate_method` said."""
+    """The schedule that :func:`set_rotate_method` selected."""
     return _schedule

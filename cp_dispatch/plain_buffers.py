@@ -1,4 +1,4 @@
-"""Buffers of :func:`~cp_dispatch.plain.context_parallel`: shards inside of a block."""
+"""Buffers of :func:`~cp_dispatch.plain.context_parallel`, which are shards inside a block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _sharded: set[int] = set()  # ids of the buffers of all blocks
 
 
 def shard_of(mesh: DeviceMesh, buffer, dim: int, layout: Balancer | None):
-    """A buffer's shard; of a BlockMask the fields that it gets."""
+    """A buffer's shard; for a BlockMask, its fields inside the block."""
     own = shard(mesh, buffer, dim, layout)
     if not isinstance(buffer, BlockMask):
         return own
@@ -46,7 +46,7 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
     buffers, dims = listed(buffers, "buffers"), listed(dims, "buffer_seq_dims")
     if len(buffers) != len(dims):
         raise ContextParallelValueError(
-            f"buffers holds {len(buffers)} tensors, buffer_seq_dims {len(dims)} ints"
+            f"buffers holds {len(buffers)} tensors, but buffer_seq_dims holds {len(dims)} ints"
         )
     ids = [id(buffer) for buffer in buffers]
     keep = {id(buffer) for buffer in no_restore or ()}
@@ -57,21 +57,22 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
         if isinstance(buffer, BlockMask):
             if ids.index(id(buffer)) != i or id(buffer) in _sharded:
                 raise ContextParallelError(
-                    f"{name}, a BlockMask, is already this rank's rows, of this block or of one "
-                    "around it; name each buffer once"
+                    f"{name}, a BlockMask, is already a buffer of this block or of one around it; "
+                    "pass each buffer once"
                 )
             continue
         if not isinstance(buffer, torch.Tensor):
             raise ContextParallelValueError(f"{name} must be a tensor, got {type(buffer).__name__}")
         if buffer.requires_grad:
             raise ContextParallelError(
-                f"{name} {list(buffer.shape)} needs a gradient, which would be one of the whole "
-                "tensor; make the shard need it, inside the block, or use cp_dispatch.shard"
+                f"{name} {list(buffer.shape)} needs a gradient, which would be that of the whole "
+                "tensor; call requires_grad_() on the shard inside the block, or use "
+                "cp_dispatch.shard"
             )
         if ids.index(id(buffer)) != i or id(buffer) in _sharded:
             raise ContextParallelError(
-                f"{name} {list(buffer.shape)} is already a shard, of this block or of one around "
-                "it; name each buffer once"
+                f"{name} {list(buffer.shape)} is already a buffer of this block or of one around "
+                "it; pass each buffer once"
             )
         if (
             isinstance(dim, bool)
@@ -86,10 +87,10 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
 
 @contextlib.contextmanager
 def swapped(buffers: list, shards: list, keep: set[int]):
-    """The buffers hold the shards inside; outside they have their own storage again.
+    """Within it the buffers hold the shards; afterwards they have their own storage again.
 
     Autograd saves a buffer by reference, and would find the whole tensor in a backward after the
-    block. So what is saved inside is saved as an alias, which keeps the shard.
+    block. So tensors that autograd saves inside are saved as aliases, which keep the shard.
     """
     block = _Swap(buffers, shards, keep)
     try:
@@ -114,7 +115,7 @@ class _Swap:
 
     @run_uncompiled
     def put(self):
-        """And what has to be entered for the block."""
+        """Put the shards into the buffers. Returns a context manager to enter for the block."""
         for buffer, own in self._tensors:
             _put(buffer, own)
         for mask, own in self._masks:
@@ -138,13 +139,13 @@ def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:
     counts_versions = not buffer.is_inference()  # before it looks like the shard
     buffer.data = own
     if counts_versions:
-        increment_version(buffer)  # a graph that was built before must not find the shard
+        increment_version(buffer)  # a backward of an earlier graph must not find the shard
 
 
 def _aliases(ids: set[int]):
     @run_uncompiled
     def pack(tensor):
-        # Of a buffer no version is kept: putting the original back is no modification of a shard.
+        # No version for a buffer: putting the original back does not modify the shard.
         return tensor.detach(), None if id(tensor) in ids else tensor._version
 
     @run_uncompiled
@@ -154,7 +155,7 @@ def _aliases(ids: set[int]):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a tensor of shape {list(alias.shape)} saved inside "
-                f"context_parallel is at version {alias._version}, expected {version}"
+                f"context_parallel is at version {alias._version}; expected version {version}"
             )
         return alias
 

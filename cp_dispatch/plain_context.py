@@ -1,4 +1,4 @@
-"""What a ``context_parallel`` block says about plain tensors."""
+"""``PlainContext``: what a ``context_parallel`` block says about plain tensors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ ORDERS = ("auto", "head-tail")
 
 @dataclass(frozen=True)
 class PlainContext:
-    """What one block says.
+    """The settings of one block.
 
     Attributes:
-        mesh: the one dim over which sequences are sharded.
+        mesh: the 1-D mesh over which sequences are sharded.
         schedule: as in ``enable``.
         balancer: one of ``ORDERS``, None for natural order, or a balancer.
-        order_is_known: False if nobody said in which order the shards lie.
-        uneven: ranks may hold different lengths, and tell each other.
-        lengths: local sequence lengths that calls may have, None for any.
-        window: the sliding window or chunk that the module in a style says it has, None for none.
-        whole_lengths: of sequences, as far as this rank knows them; for explain() alone.
+        order_is_known: False if the order of the shards was not given.
+        uneven: ranks may hold different lengths, and exchange them.
+        lengths: the local sequence lengths that calls may have, None for any.
+        window: the sliding window or chunk of a module in the style, None for none.
+        whole_lengths: lengths of whole sequences, as far as this rank knows them; only for
+            explain().
     """
 
     mesh: DeviceMesh
@@ -54,13 +55,13 @@ def layout_for(balancer: Balancer | str | None, length: int, world_size: int) ->
 
 
 def check_order(mesh: DeviceMesh, balancer) -> None:
-    """A mesh of one dim that this rank is in, and a balancer for it."""
+    """Check that the mesh is 1-D and contains this rank, and that the balancer matches it."""
     check_balancer(balancer)
     shard(mesh, [], [], balancer if isinstance(balancer, Balancer) else None)
 
 
 def check_balancer(balancer) -> None:
-    """Raise a ContextParallelError for what is no order of a block."""
+    """Raise a ContextParallelError if this is not a valid ``balancer`` of a block."""
     if balancer is None or isinstance(balancer, Balancer):
         return
     if not isinstance(balancer, str) or balancer not in ORDERS:
@@ -80,8 +81,8 @@ def whole_of(mesh: DeviceMesh, shard: torch.Tensor, dim: int, length: int) -> DT
 
 
 def rows_of_ranks(context: PlainContext, local: int, name: str, assumed: list[str]) -> list[int]:
-    """How many rows each rank holds of a sequence of which this one holds ``local``, for plans,
-    which ask nobody; ``assumed`` gets in words what this rank cannot know."""
+    """How many rows of a sequence each rank holds, given that this one holds ``local``. For plans,
+    which do not communicate; adds what this rank cannot know to ``assumed``, in words."""
     mesh = context.mesh
     if not context.uneven:
         return [local] * mesh.size()
@@ -91,13 +92,13 @@ def rows_of_ranks(context: PlainContext, local: int, name: str, assumed: list[st
         return fitting[0]
     assumed.append(
         f"assumed that every rank holds {local} rows of {name}, as this one does: explain() does "
-        "not ask them, the call will"
+        "not ask the other ranks, but the call will"
     )
     return [local] * mesh.size()
 
 
 def words(context: PlainContext, call: Call) -> str:
-    """The call on plain shards, for messages."""
+    """The call on plain shards in words, for messages."""
     mesh, order = context.mesh, context.balancer
     return (
         f"{call.describe()}\nas this rank's shards inside context_parallel over {mesh.size()} "

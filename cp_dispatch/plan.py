@@ -1,4 +1,4 @@
-"""A plan: what happens to one call, as pure data that ops, reports and people read."""
+"""``Plan``: how one call is handled, as plain data for ops and reports."""
 
 from __future__ import annotations
 
@@ -23,37 +23,44 @@ from cp_dispatch.schedules import SCHEDULES
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to one call.
+    """How one call of ``F.scaled_dot_product_attention`` is handled.
 
     Attributes:
-        handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
-        backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"``,
+        handler: ``"cp_dispatch"``, ``"stock"`` (unmodified torch) or ``"refused"``.
+        backend: the kernel, ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"cpu_flash"`` or
             ``"math"``; None unless ``handler`` is ``"cp_dispatch"``.
-        schedule: ``"ring"``; ``"mirrored_ring"``, a ring that first balances causal work in natural
-            order by exchanging half-shards; ``"gather"`` and ``"mirrored_gather"``, alike but with
-            all keys in one buffer, ``head_groups`` groups of key heads one after the other;
-            ``"one_call"``, all keys for one kernel call; ``"ulysses"``,
-            heads by all-to-all, and ``"hybrid"``, among ``head_ranks`` consecutive ranks and with
-            the schedule ``across`` among these groups; ``"replicated_keys"`` or
-            ``"replicated_queries"`` where no key needs to move; ``"local"`` if the sequence is not
-            sharded.
-        backward_schedule: that of its backward, where it is another one.
-        layout: in which order the shards lie, None for natural order.
-        mask_order: which dims of the mask lie so too, see :mod:`cp_dispatch.layout_rules`.
+        schedule: how the work is distributed.
+
+            - ``"ring"``: keys and values travel from rank to rank.
+            - ``"mirrored_ring"``: a ring that first balances causal work in natural order by
+              exchanging half-shards.
+            - ``"gather"`` and ``"mirrored_gather"``: likewise, but with all keys in one buffer, in
+              ``head_groups`` groups of key heads, one after the other.
+            - ``"one_call"``: all keys are gathered for a single kernel call.
+            - ``"ulysses"``: heads are exchanged by all-to-all.
+            - ``"hybrid"``: heads are exchanged among ``head_ranks`` consecutive ranks, with the
+              schedule ``across`` between these groups.
+            - ``"replicated_keys"``, ``"replicated_queries"``: no key needs to move.
+            - ``"local"``: the sequence is not sharded.
+        backward_schedule: the schedule of the backward if it differs, else empty.
+        layout: the order of the shards, None for natural order.
+        mask_order: the dims of the mask that are in this order too, see
+            :mod:`cp_dispatch.layout_rules`.
         is_causal: the argument of the call.
-        mesh_dims: mesh dims whose ranks share the sequence; none if the schedule is ``"local"``.
+        mesh_dims: mesh dims whose ranks share the sequence; empty if the schedule is ``"local"``.
         ring_shape: their sizes.
         query_length, key_length: global lengths in positions.
-        reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
-        backends_refused: every other backend with all the reasons against it; ``explain`` and
-            errors have it, a plan on its way to an op does not.
+        reasons: why this plan was made; for ``"refused"`` all the reasons, each with what to do.
+        backends_refused: every other backend with all the reasons against it. Only in plans of
+            ``explain`` and of errors.
         call: the call in words.
-        shards: local shapes of query, key and value on the rank that has most.
-        dtype: theirs.
-        owners: the geometry, where it is not that of the schedule but of groups of ranks.
-        wide_key_grads: dK and dV come out wide, for ranks have yet to add theirs up.
+        shards: local shapes of query, key and value on the rank with the largest ones.
+        dtype: their dtype.
+        owners: the geometry, if it is that of groups of ranks and not the schedule's.
+        wide_key_grads: dK and dV are returned in the wide dtype, because ranks have yet to sum
+            them.
         predictions: ``(schedule, seconds forward, seconds backward)`` of every schedule that the
-            call could have, where its kind of GPU has been measured; ``explain`` has it.
+            call could use. Only in plans of ``explain``, if the kind of GPU has been measured.
     """
 
     handler: str
@@ -86,23 +93,23 @@ class Plan:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether lengths are numbers; of symbolic ones no number may be asked, or a trace would
-        guard them."""
+        """Whether lengths are ints. Symbolic ones must not be evaluated, or a trace would guard on
+        them."""
         return isinstance(self.query_length, int) and isinstance(self.key_length, int)
 
     @property
     def can_choose(self) -> bool:
-        """Whether query and key are sharded alike, so that there are several schedules."""
+        """Whether query and key are sharded in the same way, so that several schedules apply."""
         return self.schedule not in (None, "local", "replicated_keys", "replicated_queries")
 
     @property
     def of_forward(self) -> Plan:
-        """The plan with the forward's schedule for both."""
+        """The plan with the forward's schedule for both directions."""
         return dataclasses.replace(self, backward_schedule="") if self.backward_schedule else self
 
     @property
     def of_backward(self) -> Plan:
-        """The plan with the backward's schedule for both."""
+        """The plan with the backward's schedule for both directions."""
         if not self.backward_schedule:
             return self
         return dataclasses.replace(
@@ -111,13 +118,13 @@ class Plan:
 
     @property
     def op_schedule(self) -> str:
-        """The schedules as the op takes them."""
+        """The schedules in the form of the op's argument."""
         other = f"+{self.backward_schedule}" if self.backward_schedule else ""
         return self.schedule_name + other
 
     @property
     def schedule_name(self) -> str:
-        """The forward's, as ``SCHEDULES`` has it: one rank is a ring of one."""
+        """The forward's schedule as a key of ``SCHEDULES``; ``"local"`` is a ring of one rank."""
         if self.schedule == "hybrid":
             return f"hybrid:{self.head_ranks}:{self.across}"
         if self.head_groups > 1:
@@ -126,7 +133,7 @@ class Plan:
 
     @property
     def geometry(self) -> Geometry | RowGeometry:
-        """Who owns which rows and keys, and computes which tiles."""
+        """Which rank owns which rows and keys, and computes which tiles."""
         if self.owners is not None:
             return self.owners
         return SCHEDULES[self.schedule_name].geometry(
@@ -135,43 +142,43 @@ class Plan:
 
     @property
     def padded_shards(self) -> tuple[tuple[int, ...], ...]:
-        """The shards with head dims as the kernel takes them, and as they travel."""
+        """The shards with head dims padded for the kernel, as they also travel."""
         multiple = BACKENDS[self.backend].head_dim_multiple
         return tuple((*shape[:3], -(-shape[3] // multiple) * multiple) for shape in self.shards)
 
     @property
     def key_row_bytes(self) -> int:
-        """Bytes that one position of key and value takes on a rank."""
+        """Bytes of one position of key and value on a rank."""
         _, key, value = self.padded_shards
         return key[0] * key[1] * (key[3] + value[3]) * self.dtype.itemsize
 
     @property
     def output_itemsize(self) -> int:
-        """Bytes of an element of an output while partial ones are merged."""
+        """Bytes per element of an output while partial outputs are merged."""
         return wide_dtype(BACKENDS[self.backend].output_dtype(self.dtype)).itemsize
 
     @property
     def kernel_itemsize(self) -> int:
-        """Bytes of an element of an output as the op gives it."""
+        """Bytes per element of an output as the op returns it."""
         return BACKENDS[self.backend].output_dtype(self.dtype).itemsize
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a kernel's gradients."""
+        """Bytes per element of a kernel's gradients."""
         return BACKENDS[self.backend].gradient_dtype(self.dtype).itemsize
 
     @property
     def lse_itemsize(self) -> int:
-        """Bytes of an element of a logsumexp."""
+        """Bytes per element of a logsumexp."""
         return BACKENDS[self.backend].logsumexp_dtype(self.dtype).itemsize
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes that ``rank`` sends or contributes in a forward whose inputs lie as the op takes
-        them."""
+        """Bytes that ``rank`` sends or contributes in a forward, if no input has to be
+        redistributed first."""
         return sum(transfer.bytes for transfer in forward_transfers(self, rank))
 
     def transfers(self, rank: int) -> tuple[list[Transfer], list[Transfer]]:
-        """The collectives of ``rank`` in a forward and in a backward, in order."""
+        """The collectives of ``rank`` in a forward and in a backward, in order of execution."""
         return forward_transfers(self, rank), backward_transfers(self, rank)
 
     def extra_bytes(self) -> tuple[int, int]:
@@ -179,7 +186,7 @@ class Plan:
         return extra_bytes(self)
 
     def error(self) -> ContextParallelError:
-        """The error of a refused call: what was given, all reasons, what to do."""
+        """The error for a refused call: what was given, all reasons, and what to do."""
         return ContextParallelError(str(self))
 
     def __str__(self) -> str:

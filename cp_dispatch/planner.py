@@ -1,4 +1,4 @@
-"""The schedule of a call by predicted time, where its kind of GPU has been measured."""
+"""Chooses the schedule of a call by predicted time, if its kind of GPU has been measured."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
 # What "auto" chooses from.
 WISHES = ("ring", "gather", "one_call", "ulysses", "hybrid")
 
-#: Predicted times that differ by less are taken for the same.
+#: Predicted times within this factor count as equal.
 ALIKE = 1.005
-#: Kernels of the first wait least often for other ranks, whose ups and downs no prediction knows.
-#: On 4 H200s, 32,768 tokens each, ring and gather were predicted alike; the ring took 2% longer.
+#: Kernels of the first ones wait least often for other ranks, whose fluctuations are not predicted.
+#: On 4 H200s, 32,768 tokens each, ring and gather had equal predictions; the ring took 2% longer.
 FEWEST_MOVES = (
     "one_call", "gather", "mirrored_gather", "ulysses", "ring", "mirrored_ring", "hybrid",
 )  # fmt: skip
 
-#: Forwards and backwards that go well together: the shares of dK and dV are moves of a gather's
-#: backward. 8,192 tokens each on 2 H200s, forward and backward: in natural order 8.1 ms by a gather
-#: and 7.9 by these two (cuDNN), 13.3 and 12.9 (flash); in head-tail order, flash, 13.3 by a gather,
-#: 13.0 by a ring and 12.8 by these two; on 4 by a gather 25.3 and by these two 24.9.
+#: Pairs of a forward's and a backward's schedule that may be faster than either alone, because only
+#: a gather's backward moves shares of dK and dV. 8,192 tokens each on 2 H200s, forward and
+#: backward: in natural order 8.1 ms with a gather and 7.9 with such a pair (cuDNN), 13.3 and 12.9
+#: (flash); in head-tail order, flash, 13.3 with a gather, 13.0 with a ring and 12.8 with a pair; on
+#: 4 H200s 25.3 with a gather and 24.9 with a pair.
 PAIRS = (("mirrored_gather", "ulysses"), ("gather", "ulysses"))
-#: So much longer than its gather alone the first of them may take, for less memory: in natural
-#: order a gather's backward has room for the mirror's halves of four tensors. Of 32,768 tokens on
-#: each of 4 ranks it held 3,257 MiB, heads 2,634.
+#: The first pair may take longer than its gather alone by this factor, for less memory: in natural
+#: order a gather's backward also holds the mirror's halves of four tensors. With 32,768 tokens on
+#: each of 4 ranks it held 3,257 MiB, a backward by heads 2,634.
 SMALLER = 1.02
 
 
 def constants_here(device_type: str) -> Constants | None:
-    """The constants of this rank's kind of GPU. Ranks of one group are of one kind, as they must
-    be for torch's choice of a kernel too, and have one file of it; ``CP_DISPATCH_DEBUG=1``
+    """The constants of this rank's kind of GPU. Ranks of one group must have the same kind, as
+    torch's choice of a kernel requires too, and the same file of constants; ``CP_DISPATCH_DEBUG=1``
     checks both."""
     if device_type != "cuda":
         return None
@@ -53,10 +54,11 @@ def choose(
     constants: Constants | None,
     training: bool,
 ) -> Plan:
-    """The plan of a ring's call with its schedule: by wish; for "auto" by the least predicted time
-    among those that are affordable, or where predictions cannot tell several apart, the one of
-    fewest moves, and of several such the one of least memory; without constants, or with a mask, by
-    :func:`settle`'s rules.
+    """The plan of a ring's call with its schedule.
+
+    For ``"auto"``, with constants and without a mask: the schedule with the least predicted time
+    among those that are affordable. If several are predicted to be about as fast, the one with the
+    fewest moves, then the one with the least memory. Otherwise by :func:`settle`'s rules.
 
     ``training`` counts the backward too. Symbolic lengths are not predicted: it would guard them.
     """
@@ -84,12 +86,14 @@ def choose(
     if training:
         words += f", {prediction.backward * 1e3:.3g} ms backward"
     words += f" (constants of {constants.device})"
-    reason = f"{words}: the least of {len(found)} schedules"
+    reason = f"{words}: the fastest of {len(found)} schedules"
     if smaller:
-        reason += ", or little more in less memory"
+        reason = f"{words}: little more than the fastest of {len(found)} schedules, and less memory"
     elif len(alike) > 1:
-        words += f": of {len(alike)} that are as fast by prediction"
-        reason = f"{words}, the fewest moves, then the least memory"
+        reason = (
+            f"{words}: of {len(alike)} schedules that are predicted to be about as fast, the one "
+            "with the fewest moves, then the least memory"
+        )
     return dataclasses.replace(best, reasons=(*best.reasons, reason))
 
 
@@ -112,16 +116,16 @@ def alternatives(
 
 
 def of_two(first: Plan, second: Plan) -> Plan:
-    """The first plan's forward, the second one's backward."""
-    reason = f"the backward by heads: {second.reasons[-1]}"
+    """A plan with the first plan's forward and the second one's backward."""
+    reason = f"the backward exchanges heads: {second.reasons[-1]}"
     return dataclasses.replace(
         first, backward_schedule=second.schedule, reasons=(*first.reasons, reason)
     )
 
 
 def with_predictions(plan: Plan, device_type: str) -> Plan:
-    """The settled plan of a call without a mask, with the predicted time of every schedule, and of
-    its own where that is another, as a hybrid of chosen groups, for people."""
+    """The settled plan of a call without a mask, with the predicted times of every schedule and, if
+    it is another one (a hybrid of chosen groups), of its own."""
     constants = constants_here(device_type)
     if constants is None or plan.world_size == 1 or not plan.can_choose:
         return plan
@@ -153,7 +157,7 @@ def _seconds(prediction: Prediction, training: bool) -> float:
 
 
 def _is_affordable(plan: Plan, ring: Plan, device_type: str) -> bool:
-    """Whether a schedule holds no more beside a ring's buffers than a gather may."""
+    """Whether a schedule's memory exceeds a ring's by at most what is allowed for a gather."""
     more = max(x - y for x, y in zip(plan.extra_bytes(), ring.extra_bytes(), strict=True))
     gathered = plan.key_row_bytes * plan.key_length if "gather" in plan.schedule else 0
     return max(more, gathered) <= COSTS[device_type].gather_bytes

@@ -1,4 +1,4 @@
-"""Pictures of who owns which rows of a mask, and how much work that is for each rank."""
+"""Plots which rank owns which rows of a mask, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_dispatch.layouts.balancer import max_over_mean, positive_int
 MASKS = "causal, full, documents:LENGTH,LENGTH,... or sliding:WINDOW"
 BALANCERS = ("head-tail", "documents", "blocks", "near-blocks", "none")
 _MOST_PIXELS = 512
-# Told apart by people who see colours differently too; more ranks take turns on a colour map.
+# Distinguishable with colour blindness too; more ranks than these use a colour map.
 _COLOURS = ["#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e"]
 _INK, _FAINT = "#2b2b33", "#b9bac2"
 
@@ -42,10 +42,10 @@ class IntervalMask:
 
 
 def parse_mask(text: str, seq_len: int | None = None) -> IntervalMask:
-    """The mask that a text such as ``sliding:512`` names.
+    """The mask for a text such as ``sliding:512``.
 
     Raises:
-        ContextParallelError: for other texts, and documents that do not fill ``seq_len``.
+        ContextParallelError: if the text is invalid, or if its documents are not ``seq_len`` long.
     """
     kind, _, numbers = text.partition(":")
     try:
@@ -58,7 +58,7 @@ def parse_mask(text: str, seq_len: int | None = None) -> IntervalMask:
     lengths = tuple(sizes) if kind == "documents" else (seq_len or 4096,)
     if seq_len not in (None, sum(lengths)):
         raise ContextParallelError(
-            f"the documents of --mask {text} are {sum(lengths)} positions long, --seq-len is "
+            f"the documents of --mask {text} are {sum(lengths)} positions long, but --seq-len is "
             f"{seq_len}"
         )
     rows = torch.arange(sum(lengths))
@@ -129,8 +129,8 @@ def plot(mask: IntervalMask, balancer: Balancer | None, world_size: int, path, r
         world_size,
     ):
         raise ContextParallelError(
-            f"{balancer} is for {balancer.seq_len} positions on {balancer.world_size} ranks, the "
-            f"mask has {mask.seq_len} on {world_size}"
+            f"{balancer} is for {balancer.seq_len} positions on {balancer.world_size} ranks, but "
+            f"the mask has {mask.seq_len} on {world_size}"
         )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -235,10 +235,13 @@ def _short(text: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", default="causal", help=MASKS)
     parser.add_argument("--balancer", default="head-tail", choices=BALANCERS)
-    parser.add_argument("--seq-len", type=int, help="default: of the documents, or 4096")
-    parser.add_argument("--world-size", type=int, default=8, help="number of ranks (8)")
-    parser.add_argument("--block-size", type=int, default=128, help="of (near-)blocks (128)")
-    parser.add_argument("-o", "--output", default="layout.png", help="the picture (layout.png)")
+    words = "length of the sequence (default: that of the documents, or 4096)"
+    parser.add_argument("--seq-len", type=int, help=words)
+    parser.add_argument("--world-size", type=int, default=8, help="number of ranks (default: 8)")
+    words = "block size of the balancers blocks and near-blocks (default: 128)"
+    parser.add_argument("--block-size", type=int, default=128, help=words)
+    words = "image file to write (default: layout.png)"
+    parser.add_argument("-o", "--output", default="layout.png", help=words)
 
 
 def run(arguments: argparse.Namespace) -> None:

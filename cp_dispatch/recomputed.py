@@ -1,17 +1,17 @@
-"""A forward that a checkpoint recomputes has to find the sequence in the order of the first time.
+"""Checks what a checkpoint recomputes: its order of the sequence, and in-place writes.
 
-The backward belongs to the first forward, but the tensors that it gets are the second one's. If the
-layout was another one by then, gradients would be wrong in silence. So the memory of a logsumexp
-bears a note of the order in which it lies; compiled graphs hand on the same memory. Hooks that copy
-what autograd saves get past this.
+A checkpoint's backward was built by the first forward, but gets the tensors of the second one. If
+the layout has changed in between, gradients would be silently wrong. So the storage of a logsumexp
+carries a note of the order of its rows; compiled graphs pass the same storage on. Hooks that copy
+what autograd saves defeat this check.
 
-Nor may it write into what attention returned, where the backward reads that. Autograd checks the
-versions of what it saved, but not where hooks have it, as in checkpoints. So the memory of an
-output bears a witness of its version; what hooks have copied has none: the output may be written
-to.
+In-place writes into an output of attention must be found too, since the backward reads the output.
+Autograd checks the versions of the tensors that it saved, but not of those that hooks keep, as in
+checkpoints. So the storage of an output carries a witness of its version. A copy that hooks made
+has none, and then the output may be written into.
 
-A plain mask that the user writes into has another version than the DTensor around it, which
-autograd looks at.
+A plain mask that the user writes into is a different case: its version is not that of the DTensor
+around it, which is the one that autograd checks.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from cp_dispatch.errors import ContextParallelError
 
 
 def note(logsumexp: Tensor, layout: str) -> None:
-    """A forward in the order of a layout (a balancer's text) gave this."""
-    # Torch keeps the attributes of a storage for as long as its memory, whoever holds that.
+    """Record that a forward in the order of a layout (a balancer's text) returned this."""
+    # Torch keeps the attributes of a storage for as long as its memory lives.
     logsumexp.untyped_storage().cp_dispatch_layout = layout
 
 
 def check(logsumexp: Tensor, layout: str) -> None:
-    """Raise ContextParallelError where a forward in another order than the backward's gave this."""
+    """Raise ContextParallelError if a forward in a different order than the backward's returned
+    this."""
     found = getattr(logsumexp.untyped_storage(), "cp_dispatch_layout", layout)
     if found != layout:
         raise ContextParallelError(
-            "a checkpoint recomputed attention in another order of the sequence than its forward "
-            f"had: {_name(found)} instead of {_name(layout)}. Run the backward under the same "
+            "a checkpoint recomputed attention in a different order of the sequence than its "
+            f"forward: {_name(found)} instead of {_name(layout)}. Run the backward under the same "
             "enabled(layout=...) as the forward, inside the same block."
         )
 
 
 def watch(output: Tensor) -> None:
-    """Note at what version a DTensor is that attention returns; a plain tensor's would keep its own
-    memory alive."""
+    """Record the version of a DTensor that attention returns. Not of a plain tensor: the record
+    would keep its own memory alive."""
     if _is_plain_dtensor(output):
         local_tensor(output).untyped_storage().cp_dispatch_witness = version_witness(output)
 
 
 def check_unwritten(output: Tensor) -> None:
-    """As autograd's check of what it saved, of an output that was at version 0."""
+    """Like autograd's check of saved tensors, for an output that was at version 0."""
     if not _is_plain_dtensor(output):
         return
     storage = local_tensor(output).untyped_storage()
-    # Not in a variable: what prints a frame's locals would read data that is not there.
+    # Not in a variable: tools that print a frame's locals would read data that is not there.
     version = getattr(getattr(storage, "cp_dispatch_witness", None), "_version", 0)
     if version:
         raise RuntimeError(
@@ -65,15 +66,15 @@ def check_unwritten(output: Tensor) -> None:
 
 
 def version_of_local(mask: Tensor | None) -> tuple | None:
-    """This rank's tensor in a DTensor, weakly, and its version."""
+    """A weak reference to this rank's tensor in a DTensor, and its version."""
     if not _is_plain_dtensor(mask) or local_tensor(mask).is_inference():
         return None
     return weakref.ref(local_tensor(mask)), local_tensor(mask)._version
 
 
 def check_unwritten_mask(mask: Tensor | None, before: tuple | None) -> None:
-    """As autograd's check of what it saved, of what was ``before`` in the mask. What a checkpoint
-    has made anew, or hooks have copied, is another tensor and not checked."""
+    """Like autograd's check of saved tensors, for the mask as it was ``before``. A mask that a
+    checkpoint recomputed or that hooks copied is a different tensor, and is not checked."""
     if before is None or not _is_plain_dtensor(mask):
         return
     local, version = local_tensor(mask), before[1]

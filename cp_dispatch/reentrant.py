@@ -1,11 +1,11 @@
-"""Reentrant checkpoints of plain calls are recomputed in the block that they ran in, or not at all.
+"""Refuses to recompute reentrant checkpoints outside the ``context_parallel`` block they ran in.
 
-A checkpoint with ``use_reentrant=True`` runs its function without gradients, and a second time in
-the backward. If the block of ``context_parallel`` has ended by then, attention in the second run is
-that within a shard. Other checkpoints notice that what is saved looks different; this kind does not
-look, and gradients would be wrong in silence. So while a block is on, the function of such a
-checkpoint remembers whether attention in it went by the block around. Modules in the style
-``ContextParallel`` have blocks of their own and see to it themselves.
+A checkpoint with ``use_reentrant=True`` runs its function without gradients, and again in the
+backward. If the ``context_parallel`` block has ended by then, attention in the second run stays
+within a shard. Other checkpoints notice that the saved tensors differ; this kind does not check,
+and gradients would be silently wrong. So while a block is on, the function of such a checkpoint
+remembers whether its attention used the block around. Modules in the style ``ContextParallel`` have
+their own blocks and their own check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _thread = threading.local()
 
 
 def install(plain_context: Callable[[], PlainContext | None]) -> None:
-    """Stand before the forward of reentrant checkpoints, until :func:`remove`."""
+    """Wrap the forward of reentrant checkpoints, until :func:`remove`."""
     if _forward:
         return
     _forward.append(ReentrantForward())
@@ -40,7 +40,7 @@ def remove() -> None:
 
 
 def attended(context: PlainContext) -> None:
-    """A call of attention goes by this block."""
+    """Record that a call of attention uses this block."""
     for blocks in getattr(_thread, "running", ()):
         blocks.append(context)
 
@@ -57,9 +57,9 @@ class _Recomputed:
         if self._has_run:
             if self._order is not None and self._order != _order(block):
                 raise ContextParallelError(
-                    "a checkpoint with use_reentrant=True is recomputed outside of the block of "
-                    "context_parallel in which it attended, where attention would be that within "
-                    "a shard. Run the backward inside the block"
+                    "a checkpoint with use_reentrant=True is recomputed outside the "
+                    "context_parallel block in which it ran, where attention would stay within a "
+                    "shard. Run the backward inside the block"
                 )
             return self._function(*args)
         if not hasattr(_thread, "running"):
@@ -76,5 +76,5 @@ class _Recomputed:
 
 
 def _order(block: PlainContext | None):
-    """What has to be the same a second time; the schedule may differ."""
+    """What has to be the same in both runs; the schedule may differ."""
     return None if block is None else (block.mesh, block.balancer)

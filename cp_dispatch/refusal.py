@@ -1,7 +1,7 @@
-"""Every reason to refuse a call, each with what to do instead.
+"""Collects every reason to refuse a call, each with what to do instead.
 
-The checks look at what all ranks share, so all ranks refuse alike and before any communication.
-Each function returns all the reasons that it finds, not the first.
+The checks use only what all ranks know, so all ranks refuse in the same way, before any
+communication. Each function returns all the reasons that it finds, not only the first.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
 
 def context_dims(tensor: DTensor) -> tuple[int, ...]:
-    """Mesh dims over which the sequence (dim -2) is sharded, in any way."""
+    """Mesh dims over which the sequence (dim -2) is sharded, with any kind of shard placement."""
     return sharded_dims(tensor, tensor.ndim - 2)
 
 
 def form_refusals(call: Call) -> list[str]:
-    """Arguments that are not DTensors of one mesh and dtype."""
+    """Refuse arguments that are not DTensors of one mesh and dtype."""
     reasons = []
     for name, tensor in call.tensors.items():
         if not isinstance(tensor, DTensor):
             reasons.append(
-                f"{name} is a {type(tensor).__name__} beside DTensors; make it a DTensor with "
-                "distribute_tensor or DTensor.from_local"
+                f"{name} is a {type(tensor).__name__} but other arguments are DTensors; make it a "
+                "DTensor with distribute_tensor or DTensor.from_local"
             )
     if reasons:
         return reasons
@@ -41,12 +41,12 @@ def form_refusals(call: Call) -> list[str]:
                 "put all on one mesh"
             )
         if tensor.dtype != query.dtype:
-            reasons.append(f"{name} is {tensor.dtype}, query {query.dtype}; cast to one dtype")
+            reasons.append(f"{name} is {tensor.dtype}, query is {query.dtype}; cast to one dtype")
     return reasons
 
 
 def unsharded_refusals(call: Call) -> list[str]:
-    """Calls without a sharded sequence on CPU, where stock DTensor has no rule to fall back on."""
+    """Refuse calls on CPU without a sharded sequence; stock DTensor has no rule for them."""
     return [
         *_feature_refusals(call),
         *_shape_refusals(call),
@@ -55,10 +55,10 @@ def unsharded_refusals(call: Call) -> list[str]:
 
 
 def ring_refusals(call: Call) -> list[str]:
-    """Calls with the sequence of some argument sharded."""
+    """Refuse calls in which the sequence of some argument is sharded."""
     reasons = [*_feature_refusals(call), *_shape_refusals(call)]
     if _other_dims(call):
-        return reasons  # placements would be those of other dims
+        return reasons  # placements would refer to different dims
     kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))
     if len(set(kinds.values())) > 1:
         reasons.append(
@@ -75,7 +75,7 @@ def _feature_refusals(call: Call) -> list[str]:
     if not 0.0 <= call.dropout_p <= 1.0:
         reasons.append(f"dropout_p must be in [0, 1], got {call.dropout_p}")
     for name, tensor in call.tensors.items():
-        # What a kernel says of 8 bits comes after keys have moved.
+        # A kernel would refuse 8 bits only after keys have moved.
         if tensor.is_complex() or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             reasons.append(
                 f"{name} is {tensor.dtype}; cast to a real floating dtype of 16 bits or more"
@@ -100,14 +100,14 @@ def _mask_refusals(call: Call) -> list[str]:
             f"{query.dtype}"
         )
     scores = (*query.shape[:-1], key.shape[-2])
-    # Where query keeps other dims than four, for a reason of its own, so does the mask.
+    # If the query could not be brought to four dims, neither was the mask.
     if not 1 <= mask.ndim <= query.ndim or any(
         size not in (1, full) for size, full in zip(mask.shape[::-1], scores[::-1], strict=False)
     ):
         reasons.append(
             f"attn_mask {list(mask.shape)} does not broadcast to the scores {list(scores)}, dim "
-            "by dim; beside DTensors a plain mask is that of the whole sequence, a mask of this "
-            "rank's part a sharded DTensor, and a padding mask [B, S] goes as [B, 1, 1, S]"
+            "by dim; with DTensors, pass the mask of the whole sequence as a plain tensor or this "
+            "rank's part as a sharded DTensor, and a padding mask [B, S] as [B, 1, 1, S]"
         )
     if not isinstance(mask, DTensor):
         if mask.requires_grad and torch.is_grad_enabled():
@@ -115,18 +115,21 @@ def _mask_refusals(call: Call) -> list[str]:
                 "attn_mask is a plain tensor that needs a gradient; make it a replicated DTensor"
             )
     elif mask.device_mesh != query.device_mesh:
-        reasons.append(f"attn_mask is on {mask.device_mesh}, query on {query.device_mesh}")
+        reasons.append(
+            f"attn_mask is on {mask.device_mesh}, query on {query.device_mesh}; put both on the "
+            "same mesh"
+        )
     elif not all(map(_is_known, mask.placements)) or (
         mask.dtype is torch.bool and any(isinstance(p, Partial) for p in mask.placements)
     ):
         reasons.append(
-            f"attn_mask is placed {mask.placements}; supported are Shard(dim), Replicate() and, "
-            "for a bias, Partial()"
+            f"attn_mask has placements {mask.placements}; supported are Shard(dim), Replicate() "
+            "and, for a bias, Partial()"
         )
     else:
         reasons += [
-            f"attn_mask is {placed} on {label(mask, dim)}, whose ranks do not ascend, so that "
-            "DTensor would put it together in another order; replicate it, or use a mesh with "
+            f"attn_mask is {placed} on {label(mask, dim)}, whose ranks are not in ascending order, "
+            "so DTensor would assemble it in a different order; replicate it, or use a mesh with "
             "ascending ranks"
             for dim, placed in enumerate(mask.placements)
             if isinstance(placed, Shard)
@@ -137,7 +140,7 @@ def _mask_refusals(call: Call) -> list[str]:
 
 
 def _other_dims(call: Call) -> bool:
-    """Whether some argument could not be brought to four dims."""
+    """Whether some argument could not be reshaped to four dims."""
     return any(x.ndim != 4 for x in call.tensors.values())
 
 
@@ -146,7 +149,7 @@ def _shape_refusals(call: Call) -> list[str]:
     if _other_dims(call):
         return [
             f"{name} must have shape [B, H, S, D] like the others, or batch dims that DTensor can "
-            f"flatten into one, got {list(x.shape)} placed {x.placements}"
+            f"flatten into one, got {list(x.shape)} with placements {x.placements}"
             for name, x in call.tensors.items()
             if x.ndim != 4
         ]
@@ -154,18 +157,18 @@ def _shape_refusals(call: Call) -> list[str]:
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         reasons.append(
             f"batch sizes differ: query {query.shape[0]}, key {key.shape[0]}, value "
-            f"{value.shape[0]}; expand them to one"
+            f"{value.shape[0]}; expand them to the same size"
         )
     if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
         reasons.append(
-            f"key and value must agree in heads and length, got {list(key.shape)} and "
-            f"{list(value.shape)}"
+            "key and value must have the same number of heads and the same length, got "
+            f"{list(key.shape)} and {list(value.shape)}"
         )
     if query.shape[3] != key.shape[3]:
         reasons.append(f"head dims differ: query {query.shape[3]}, key {key.shape[3]}")
     elif query.shape[3] == 0:
         reasons.append(
-            "the head dim of query and key is 0, so that there are no scores; give them one"
+            "the head dim of query and key is 0, so there are no scores; it must be at least 1"
         )
     heads, key_heads = query.shape[1], key.shape[1]
     if heads != key_heads and key_heads != 1 and not call.enable_gqa:
@@ -174,12 +177,12 @@ def _shape_refusals(call: Call) -> list[str]:
             "enable_gqa=True"
         )
     elif key_heads == 0 or heads % key_heads:
-        reasons.append(f"query's {heads} heads are no multiple of key's {key_heads}")
+        reasons.append(f"query's {heads} heads are not a multiple of key's {key_heads}")
     return reasons
 
 
 def _placement_refusals(call: Call) -> list[str]:
-    """Placements that the rule in :mod:`cp_dispatch.sharding` would have to move data for."""
+    """Refuse placements for which the rule in :mod:`cp_dispatch.sharding` has to move data."""
     reasons = []
     query, mesh = call.query, call.query.device_mesh
     if _other_dims(call):
@@ -202,7 +205,7 @@ def _placement_refusals(call: Call) -> list[str]:
             fits = placement == target or isinstance(placement, (Replicate, Partial))
             if not fits and not (placement == sequence and target == Replicate()):
                 reasons.append(
-                    f"{name} is {placement} on {name_of_dim} where query is {wanted}; "
+                    f"{name} is {placement} on {name_of_dim}, where query is {wanted}; "
                     f"redistribute it to {target} or Replicate()"
                 )
     ranks = math.prod(
@@ -212,23 +215,24 @@ def _placement_refusals(call: Call) -> list[str]:
 
 
 def grouped_heads_refusals(call, ranks: int) -> list[str]:
-    """Heads of a query that has more of them than its key, among ``ranks`` ranks; ``call`` is one
-    of any kind of attention."""
+    """Refuse grouped heads that cannot be shared evenly by ``ranks`` ranks; ``call`` may be of any
+    kind of attention."""
     return [
-        f"{name}'s {x.shape[1]} heads do not divide over the {ranks} ranks that share heads, "
-        "which grouped heads need; use fewer ranks for heads"
+        f"{name}'s {x.shape[1]} heads are not a multiple of the {ranks} ranks that share the "
+        "heads, as grouped heads require; shard the heads over fewer ranks"
         for name, x in (("query", call.query), ("key", call.key))
         if x.shape[1] % ranks
     ]
 
 
 def order_refusals(mesh, dims: tuple[int, ...]) -> list[str]:
-    """A ring over these mesh dims whose order would not be that of the shards."""
+    """Refuse a ring over these mesh dims if its order would differ from that of the shards."""
     ranks = _first_not_ascending(mesh, dims) if dims else None
     if ranks is None:
         return []
     return [
-        f"the ranks that share the sequence do not ascend, {ranks}; use a mesh with ascending ranks"
+        f"the ranks that share the sequence are not in ascending order, {ranks}; use a mesh with "
+        "ascending ranks"
     ]
 
 
@@ -239,13 +243,13 @@ def label(tensor: DTensor, dim: int) -> str:
 
 
 def ascends(mesh, dims: tuple[int, ...]) -> bool:
-    """Whether the ranks that differ in these mesh dims alone ascend."""
+    """Whether the ranks that differ only in these mesh dims are in ascending order."""
     return _first_not_ascending(mesh, dims) is None
 
 
 def _first_not_ascending(mesh, dims: tuple[int, ...]) -> list[int] | None:
-    """Ranks that differ in these mesh dims alone and do not ascend, if any."""
-    # A process group keeps its ranks sorted, and the ring's order must be the shards'.
+    """Ranks that differ only in these mesh dims and are not in ascending order, if any."""
+    # A process group sorts its ranks, and the ring's order must be that of the shards.
     with disable_current_modes():
         rings = mesh.mesh.movedim(dims, tuple(range(-len(dims), 0)))
         rings = rings.reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims))
@@ -254,5 +258,5 @@ def _first_not_ascending(mesh, dims: tuple[int, ...]) -> list[int] | None:
 
 
 def _is_known(placement) -> bool:
-    # By exact type: a subclass such as _StridedShard orders rows in another way.
+    # By exact type: a subclass such as _StridedShard orders rows differently.
     return type(placement) in (Shard, Replicate, Partial)

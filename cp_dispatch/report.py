@@ -1,4 +1,4 @@
-"""What a plan costs in bytes, and a plan in words."""
+"""Computes the bytes that a plan sends and holds, and formats plans as text."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def backward_transfers(plan: Plan, rank: int) -> list[Transfer]:
 
 
 def _shared_rows(plan: Plan, rank: int, there, back, sums: list[Transfer]) -> list[Transfer]:
-    """Of a mirrored gather. No keys are before those of the first rank, whose rows stay."""
+    """The collectives of a mirrored gather. No keys are before those of rank 0, whose rows stay."""
     if rank == 0:
         there = there._replace(bytes=0)
     if rank == plan.world_size - 1:
@@ -153,9 +153,9 @@ def _exchange(plan: Plan, rank: int, what: str, *parts: int) -> Transfer:
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
-    """About the bytes that a forward and a backward hold at their peak on a full rank, beside
-    inputs and what a kernel takes for itself: what kernels return, accumulators, buffers in
-    flight. (Many tiles at one hop hold a little more.)"""
+    """Approximate peak bytes of a forward and of a backward on a full rank, without inputs and
+    kernels' workspaces: results of kernels, accumulators, buffers in transit. (Many tiles at one
+    hop hold a little more.)"""
     if plan.backward_schedule:
         return extra_bytes(plan.of_forward)[0], extra_bytes(plan.of_backward)[1]
     schedule = SCHEDULES[plan.schedule_name]
@@ -211,7 +211,7 @@ def describe(plan: Plan) -> str:
         why = ["  refused because:", *("  " + line for line in why)]
         return "\n".join([head, "  given:", given, *why, *against])
     if plan.handler == "stock":
-        return "\n".join(["handled by torch as it is", given, *why])
+        return "\n".join(["handled by unmodified torch", given, *why])
     head = (
         f"handled by cp_dispatch: {plan.schedule} over {plan.world_size} ranks, "
         f"{plan.backend} kernel"
@@ -248,9 +248,9 @@ def _costs(plan: Plan) -> list[str]:
                 kinds |= {transfer.collective for transfer in transfers}
             lines.append(line)
     if kinds - {"all_to_all"}:
-        lines.append("  sent: of gathers and sums what a rank puts in, once for all others")
+        lines.append("  sent: for gathers and sums, what a rank contributes, counted once")
     forward, backward = (size / mib for size in extra_bytes(plan))
-    lines.append(f"  extra memory about: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
+    lines.append(f"  extra memory: about {forward:.3f} MiB forward, {backward:.3f} MiB backward")
     return lines
 
 
@@ -266,7 +266,7 @@ def _times(plan: Plan) -> list[str]:
 
 
 def _blocks(plan: Plan, rank: int) -> tuple[int, int]:
-    """Blocks that ``rank`` computes, and those that there are for it."""
+    """The number of blocks that ``rank`` computes, and of all blocks for it."""
     schedule = SCHEDULES[plan.schedule if plan.head_groups > 1 else plan.schedule_name]
     if hasattr(schedule, "blocks"):
         return schedule.blocks(plan, rank)

@@ -1,11 +1,11 @@
-"""Copies, sums and indices of rows: the small ops under :mod:`cp_dispatch.permute`.
+"""Copies, sums and indices of rows: the small ops below :mod:`cp_dispatch.permute`.
 
-Each op is defined here with its fake and its twin in plain torch, which is its specification and
-serves every device for which the extension (``csrc/``) has no kernel. None of them allocates on
-the caller's behalf what the caller can hand in, and none has autograd; that is one level up.
+Each op is defined here with its fake and its implementation in plain torch (its "twin"), which is
+its specification and runs on every device for which the extension (``csrc/``) has no kernel. The
+ops write into tensors of the caller where possible, and have no autograd, which is one level up.
 
-An index has shape ``(N,)`` or ``(1, N)`` for all batches, or ``(B, N)`` with a row for each, and
--1 stands for no row: zeros where rows are read, nothing where they are written.
+An index has shape ``(N,)`` or ``(1, N)`` for all batch rows, or ``(B, N)`` with a row for each, and
+-1 means no row: it reads zeros and writes nothing.
 """
 
 from __future__ import annotations
@@ -181,6 +181,6 @@ for _name, _twin, _fake in (
         lambda index, size: index.new_empty((*index.shape[:-1], size)),
     ),
 ):
-    # Behind every kernel of the extension, and instead of those that it has not.
+    # Used where the extension has no kernel.
     library.impl(_name, _twin, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cp_dispatch::{_name}", _fake, lib=library)

@@ -1,14 +1,14 @@
-"""Which schedule a ring's call gets, by the user's wish and a model of what each costs.
+"""Chooses a schedule by rules, from the user's choice and a rough model of costs.
 
-- A natural-order ring with a causal mask takes as long as its last rank, which computes W - 1/2
-  blocks of a shard with a shard where the mean is W / 2. A mirrored schedule computes the mean and
-  moves halves of query and output (a ring: of key and value too) once each.
-- Heads by all-to-all balance everything and need heads: at least as many query heads as ranks.
-- A ring of W hops has as many kernels, merges and waits as hops, each with a fixed cost; a gather
-  has three kernels, but room for all keys and, in the backward, for their gradients, and for
-  whatever a kernel holds of scores or masks.
-- Where shards are so short that launches take longer than kernels, all keys are gathered for one
-  kernel call on each rank, balanced or not; or, for kernels that cannot do that, without the mirror
+- A causal ring in natural order takes as long as its last rank, which computes W - 1/2 blocks (a
+  shard of queries with a shard of keys), where the mean is W / 2. A mirrored schedule computes the
+  mean, and moves halves of query and output (a ring: of key and value too) once each.
+- Exchanging heads balances everything, but needs at least as many query heads as ranks.
+- A ring of W hops has W kernels, merges and waits, each with a fixed cost. A gather has three
+  kernels, but holds all keys and, in the backward, their gradients, as well as what a kernel
+  holds of scores or masks.
+- If shards are so short that launches take longer than kernels, all keys are gathered for one
+  kernel call on each rank, balanced or not. Kernels that cannot do that gather without the mirror
   rank.
 """
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Costs:
-    """Rough speeds of a device: attention FLOP/s of 16-bit and of wider inputs, bytes/s that one
-    rank sends to another, seconds that an exchange takes beside its bytes, and up to how many bytes
-    of gathered keys a gather is taken for a ring."""
+    """Rough speeds of a device: attention FLOP/s of 16-bit and of wider inputs, bytes/s from one
+    rank to another, seconds of an exchange without its bytes, and the largest number of bytes of
+    gathered keys for which a gather replaces a ring."""
 
     flops: float
     wide_flops: float
@@ -59,9 +59,9 @@ _NODE = 8
 def settle(
     plan: Plan, wish: str, device_type: str, masked: bool = False, own_rows: bool = False
 ) -> Plan:
-    """The plan of a ring with the schedule that it gets, and the reasons for it.
+    """The plan of a ring with the chosen schedule, and the reasons for it.
 
-    ``own_rows`` says that each rank has its own rows of the mask and no others.
+    ``own_rows``: each rank has only its own rows of the mask.
     """
     if plan.world_size == 1 or wish == "natural_ring":
         return plan
@@ -70,9 +70,11 @@ def settle(
     if wish.startswith("hybrid"):
         ranks = head_ranks(wish) or _group_size(plan)
         if ranks == plan.world_size:
-            plan = _with(plan, f"no hybrid: the group that shares heads is all {ranks} ranks")
+            plan = _with(
+                plan, f"not hybrid: the group that shares heads would be all {ranks} ranks"
+            )
         elif ranks == 1:
-            plan = _with(plan, "no hybrid: a group of one rank shares no heads")
+            plan = _with(plan, "not hybrid: a group of one rank has no heads to share")
         return _by_heads(plan, ranks, device_type, own_rows)
     if wish == "gather":
         return _gathered(plan)
@@ -86,46 +88,49 @@ def settle(
             return found
     if wish in ("auto", "ring", "mirrored_ring"):
         return _balanced(plan, wish, device_type)
-    return _with(plan, f'"{wish}" takes every call: no rule says what it does not take', wish)
+    return _with(plan, f'"{wish}" runs every call: no rule restricts it', wish)
 
 
 def _gathered(plan: Plan) -> Plan:
     if plan.is_causal and plan.layout is None:
         if mirror.fits(plan.query_length, plan.key_length, plan.world_size):
             reason = (
-                '"gather" in natural order: halves of query and output are exchanged with the '
+                '"gather" in natural order: half-shards of query and output are exchanged with the '
                 "mirror rank"
             )
             return _in_groups(_with(plan, reason, "mirrored_gather"))
     elif gather_plan.fits(plan.geometry):
         return _in_groups(_with(plan, "all keys are gathered: few large kernels", "gather"))
-    reason = "not gathered: the ranks' spans of keys are not alike in number and length"
+    reason = "not gathered: the ranks own different numbers or lengths of spans of keys"
     return _with(plan, reason)
 
 
 def _in_groups(plan: Plan) -> Plan:
-    """A gather whose keys are too many for one room, by groups of key heads."""
+    """Split a gather with too many keys for one buffer into groups of key heads."""
     _, (_, key_heads, length, _), _ = plan.shards
     size = plan.key_row_bytes * length * plan.world_size
     groups = groups_for(key_heads, size, LARGEST)
     if groups == 1:
         return plan
-    words = f"{groups} groups of key heads one after the other, for all take {size / 2**20:.0f} MiB"
+    words = (
+        f"{groups} groups of key heads one after the other, because all keys and values are "
+        f"{size / 2**20:.0f} MiB"
+    )
     return dataclasses.replace(_with(plan, words), head_groups=groups)
 
 
 def _in_one_call(plan: Plan, masked: bool, device_type: str) -> Plan:
     against = prefix_plan.reasons_against(plan.geometry, BACKENDS[plan.backend])
     if masked:
-        against.insert(0, "it has a mask or dropout")
+        against.insert(0, "the call has a mask or dropout")
     if against:
         return _balanced(_with(plan, f"not in one call: {'; '.join(against)}"), "ring", device_type)
     return _with(plan, "all keys are gathered for one kernel call on each rank", "one_call")
 
 
 def _is_short(plan: Plan, device_type: str) -> bool:
-    """Whether one call pays: work that is not balanced and bytes that nothing hides, against calls
-    that the host would have to make."""
+    """Whether a single kernel call pays: unbalanced work and transfers that nothing overlaps must
+    take less time than the calls that the host saves."""
     if not plan.has_lengths:
         return False
     if prefix_plan.reasons_against(plan.geometry, BACKENDS[plan.backend]):
@@ -138,8 +143,8 @@ def _is_short(plan: Plan, device_type: str) -> bool:
 
 
 def _stays_unbalanced(plan: Plan, device_type: str) -> Plan | None:
-    """A gather in natural order that balances nothing, where the exchanges with the mirror rank
-    would cost more; None where they pay."""
+    """A gather in natural order without balancing, if the exchanges with the mirror rank would cost
+    more than they save; else None."""
     natural = plan.is_causal and plan.layout is None
     if not natural or not plan.has_lengths or not gather_plan.fits(plan.geometry):
         return None
@@ -147,13 +152,13 @@ def _stays_unbalanced(plan: Plan, device_type: str) -> Plan | None:
     spent = (_MIRRORED_CALLS - _GATHER_CALLS) * COSTS[device_type].latency
     if saved > spent:
         return None
-    words = f"saves about {saved * 1e3:.3g} ms of a forward, costs {spent * 1e3:.3g} ms"
-    reason = f"all keys are gathered; not balanced with the mirror rank: {words}"
+    words = f"would save about {saved * 1e3:.3g} ms of a forward and cost {spent * 1e3:.3g} ms"
+    reason = f"all keys are gathered; not balanced with the mirror rank: that {words}"
     return _with(plan, reason, "gather")
 
 
 def _unbalanced_seconds(plan: Plan, device_type: str) -> float:
-    """What the rank with most work computes longer than the mean, in a forward."""
+    """How much longer than the mean the rank with the most work computes, in a forward."""
     query, key, _ = plan.shards
     pair = _block_seconds(plan, device_type) / max(1, query[2] * key[2])
     ranks = range(plan.world_size)
@@ -162,14 +167,14 @@ def _unbalanced_seconds(plan: Plan, device_type: str) -> float:
 
 
 def _group_size(plan: Plan) -> int:
-    """How many ranks share heads: those of the last mesh dim where there are several, else the
-    largest proper part of the ranks that the heads allow."""
+    """How many ranks share heads: those of the last mesh dim if there are several, else the largest
+    proper divisor of the number of ranks that the heads allow."""
     if len(plan.ring_shape) > 1:
         return plan.ring_shape[-1]
     ranks = plan.world_size
     parts = [n for n in range(2, min(_NODE, ranks - 1) + 1) if ranks % n == 0]
     (_, heads, _, _), (_, key_heads, _, _), _ = plan.shards
-    # Rather without sending a key head to several ranks.
+    # Preferably without sending a key head to several ranks.
     fits = [n for n in parts if key_heads % n == 0] or [
         n for n in parts if heads >= n and are_alike(heads, key_heads, n)
     ]
@@ -177,24 +182,25 @@ def _group_size(plan: Plan) -> int:
 
 
 def _by_heads(plan: Plan, ranks: int, device_type: str, own_rows: bool) -> Plan:
-    """Heads among ``ranks`` ranks, a ring across; a ring where that does not fit."""
+    """Exchange heads among ``ranks`` ranks, with a ring across; only a ring if that is not
+    possible."""
     (batch, heads, *_), (_, key_heads, *_), _ = plan.shards
     against = []
     if plan.world_size % ranks:
-        against.append(f"{plan.world_size} ranks are no groups of {ranks}")
+        against.append(f"{plan.world_size} ranks cannot be divided into groups of {ranks}")
     if heads < ranks:
-        against.append(f"{heads} query heads on a rank for {ranks} ranks")
+        against.append(f"a rank has {heads} query heads, fewer than the {ranks} ranks")
     elif ranks < plan.world_size and not are_alike(heads, key_heads, ranks):
         against.append(
-            f"{heads} query and {key_heads} key heads for {ranks} ranks make some of them call "
-            "kernels, and thereby rings, more often than others"
+            f"with {heads} query and {key_heads} key heads, some of {ranks} ranks would call "
+            "kernels, and with them rings, more often than others"
         )
     if own_rows:
         against.append(
             "a mask that differs by row would have to be moved, and every rank would hold all rows"
         )
     if against:
-        plan = _with(plan, f"not by heads: {'; '.join(against)}")
+        plan = _with(plan, f"heads are not exchanged: {'; '.join(against)}")
         return _balanced(plan, "ring", device_type)
     if ranks == plan.world_size:
         return _with(plan, _words_of_heads(heads, key_heads, ranks), "ulysses")
@@ -215,12 +221,12 @@ def _words_of_heads(heads: int, key_heads: int, ranks: int) -> str:
     many = f"{min(shares)} to {max(shares)}" if len(set(shares)) > 1 else f"{shares[0]}"
     words = f"{many} of {heads} query heads on each of {ranks} ranks"
     if key_heads % ranks:
-        words += f", key heads ({key_heads}) on several"
+        words += f"; some of the {key_heads} key heads go to several ranks"
     return words
 
 
 def _across(plan: Plan, ranks: int, device_type: str) -> Plan:
-    """The ring among groups of ``ranks`` ranks, as a plan of its own."""
+    """The ring across groups of ``ranks`` ranks, as a separate plan."""
     shards = tuple(
         (shape[0], -(-shape[1] // ranks), shape[2] * ranks, shape[3]) for shape in plan.shards
     )
@@ -228,14 +234,14 @@ def _across(plan: Plan, ranks: int, device_type: str) -> Plan:
         plan, ring_shape=(plan.world_size // ranks,), shards=shards, reasons=()
     )
     if plan.is_causal and plan.layout is None and plan.query_length % plan.world_size:
-        return _with(coarse, "not balanced: the groups' shards are not alike")
+        return _with(coarse, "not balanced: the groups' shards differ in length")
     return _balanced(coarse, "ring", device_type)
 
 
 def _balanced(plan: Plan, wish: str, device_type: str) -> Plan:
     if plan.layout is not None or not plan.is_causal:
         if wish == "mirrored_ring":
-            return _with(plan, "nothing to balance: not causal, or in a layout")
+            return _with(plan, "nothing to balance: the call is not causal, or is in a layout")
         return plan
     if not mirror.fits(plan.query_length, plan.key_length, plan.world_size):
         return _with(
@@ -244,10 +250,11 @@ def _balanced(plan: Plan, wish: str, device_type: str) -> Plan:
             f"same multiple of 2 x {plan.world_size} ranks",
         )
     saved, spent = estimates(plan, device_type)
-    words = f"saves about {saved * 1e3:.3g} ms of a forward, costs {spent * 1e3:.3g} ms"
     if saved <= spent and wish != "mirrored_ring":
-        return _with(plan, f"not balanced with the mirror rank: {words}")
-    reason = f"balanced by halves from the mirror rank: {words}"
+        words = f"would save about {saved * 1e3:.3g} ms of a forward and cost {spent * 1e3:.3g} ms"
+        return _with(plan, f"not balanced with the mirror rank: that {words}")
+    words = f"saves about {saved * 1e3:.3g} ms of a forward, costs {spent * 1e3:.3g} ms"
+    reason = f"balanced by exchanging half-shards with the mirror rank: {words}"
     return _with(plan, reason, "mirrored_ring")
 
 
@@ -260,8 +267,8 @@ def _with(plan: Plan, reason: str, schedule: str | None = None) -> Plan:
 def _gather_is_affordable(plan: Plan, device_type: str) -> bool:
     """Whether the keys of all ranks are few enough to be gathered.
 
-    Some kernels hold the scores of a tile, and others the tile's part of a mask: a gather's tiles
-    are W times a ring's, so neither is affordable.
+    Some kernels hold the scores of a tile, others the tile's part of a mask. A gather's tiles are W
+    times as large as a ring's, so neither is affordable.
     """
     if BACKENDS[plan.backend].holds_scores:
         return False
@@ -271,7 +278,7 @@ def _gather_is_affordable(plan: Plan, device_type: str) -> bool:
 
 
 def _block_seconds(plan: Plan, device_type: str) -> float:
-    """Of a forward of one shard of queries with one shard of keys."""
+    """Seconds of a forward of one shard of queries with one shard of keys."""
     costs = COSTS[device_type]
     query, key, value = plan.shards
     rate = costs.flops if plan.dtype.itemsize == 2 else costs.wide_flops
@@ -279,7 +286,7 @@ def _block_seconds(plan: Plan, device_type: str) -> float:
 
 
 def estimates(plan: Plan, device_type: str) -> tuple[float, float]:
-    """Seconds of a forward that balancing a ring saves, and those that its exchanges take."""
+    """Seconds that balancing a ring saves in a forward, and seconds that its exchanges take."""
     costs = COSTS[device_type]
     query, key, value = plan.shards
     saved = (plan.world_size - 1) / 2 * _block_seconds(plan, device_type)

@@ -1,6 +1,6 @@
-"""DTensor rules of the ops: which placements go in and come out.
+"""DTensor sharding rules of the ops: input and output placements.
 
-One rule serves all ops and any mesh. Per mesh dim::
+One rule covers all ops and any mesh. Per mesh dim::
 
     query      key, value   runs with                      results
     Shard(0)   any          Shard(0), all of them          Shard(0)   batch, e.g. data parallel
@@ -10,14 +10,14 @@ One rule serves all ops and any mesh. Per mesh dim::
     other      Shard(2)     query Replicate()              as the inputs: decoding
     other      other        Replicate(), all of them       Replicate()
 
-Output, logsumexp and their gradients are placed as the query, dK and dV as the key.
-attn_mask follows the query on its dims that are not broadcast, and has all its columns on every
-rank; in a layout it may have all its rows too. Its gradient is a sum over the ranks of a mesh dim
-that shards what the mask broadcasts or has whole.
+Output, logsumexp and their gradients have the placements of the query, dK and dV those of the key.
+attn_mask follows the query on dims that do not broadcast, and has all its columns on every rank; in
+a layout it may have all its rows too. Its gradient is a sum over the ranks of a mesh dim that
+shards a dim which the mask broadcasts or has whole.
 
-Inputs that do not fit are redistributed by DTensor before the op runs (a replicated key beside
-a sharded query is cut locally). What calls may reach the ops is decided in
-:mod:`cp_dispatch.decide`; the rule only says what they mean.
+Inputs with other placements are redistributed by DTensor before the op runs (a replicated key
+beside a sharded query is cut locally). :mod:`cp_dispatch.decide` decides which calls reach the ops;
+the rule only defines what they mean.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ SEQUENCE_DIM = 2
 def target_placements(query, key, value) -> tuple[tuple, tuple]:
     """Placements, per mesh dim, of the query and of key and value while an op runs.
 
-    Takes the placements that the three have. The rule, the plan and thereby the schedule agree
-    because all ask here.
+    The arguments are their present placements. The rule and the plan, and so the schedule, agree
+    because they all use this function.
     """
     pairs = [_targets(*placements) for placements in zip(query, key, value, strict=True)]
     return tuple(q for q, _ in pairs), tuple(k for _, k in pairs)
@@ -62,7 +62,7 @@ def _targets(query, key, value):
 
 
 def sequence_kinds(query, key, value) -> dict[int, str]:
-    """For each mesh dim over which some sequence is sharded, the schedule that it asks for."""
+    """For each mesh dim over which some sequence is sharded, the schedule that it implies."""
     sequence = Shard(SEQUENCE_DIM)
     names = {
         (True, True): "ring",
@@ -145,8 +145,8 @@ def _strategy(query_index: int, mask_index: int, order_index: int, backward: boo
 def _register(op: torch._ops.OpOverload, backward: bool) -> None:
     names = argument_names(op)
     query, mask, order = map(names.index, ("query", "attn_mask", "mask_order"))
-    # Of the arguments that are no tensors, the mask's order and what comes after it decide. Not the
-    # layout: torch forgets nothing, and data may come in another one at every step.
+    # Of the non-tensor arguments, the rule depends on the mask's order and those after it, not on
+    # the layout: torch's cache drops nothing, and every step may bring a new layout.
     register_op_strategy(op, schema_info=RuntimeSchemaInfo(static_argnum=order))(
         _strategy(query, mask, order, backward)
     )

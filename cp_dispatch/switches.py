@@ -1,4 +1,4 @@
-"""Switches in the environment."""
+"""Reads on/off switches from environment variables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _OFF = ("0", "false", "no", "off")
 
 
 def is_on(name: str, default: bool) -> bool:
-    """Whether the variable says so; ``default`` where it is unset or empty."""
+    """Whether the variable is on; ``default`` if it is unset or empty."""
     value = os.environ.get(name)
     return value.lower() not in _OFF if value else default

@@ -1,17 +1,21 @@
-"""Turning cp_dispatch on and off.
+"""Turns cp_dispatch on and off.
 
-The override (:mod:`cp_dispatch.override`) goes with its last user, and with it the rules of
-``flex_attention``, what stands before torch's causal biases, and :mod:`cp_dispatch.graph_results`.
-Three things stay: the kernels before ``varlen_attn``, which pass calls on to torch's after a block,
-until :func:`disable`; where the trace of a module in the style ``ContextParallel`` failed, the
-rules of ``flex_attention``, until another block ends or :func:`disable`; and in DTensor's tables
-the rules of our own ops, which are there from the import on. While enabled,
-``torch.compiler.config.cache_key_tag`` carries a suffix, which goes with the override. Graphs that
-torch.compile made are guarded, see Note [Guards].
+The override (:mod:`cp_dispatch.override`) is removed when its last user ends, together with the
+rules of ``flex_attention``, the wrapper around torch's causal biases, and
+:mod:`cp_dispatch.graph_results`. Three things stay longer:
+
+- the kernels in front of ``varlen_attn``, until :func:`disable`; after a block they pass calls on
+  to torch's;
+- if tracing a ``ContextParallel`` module failed, the rules of ``flex_attention``, until another
+  block ends or :func:`disable`;
+- the rules of our own ops in DTensor's tables, which are registered at import.
+
+While the override is installed, ``torch.compiler.config.cache_key_tag`` carries a suffix. Compiled
+graphs are guarded, see Note [Guards].
 
 ``context_parallel`` blocks install the same override, and decide about calls without DTensors. A
-block belongs to the thread that entered it, for another thread's plain tensors may be no shards;
-autograd's threads for GPUs, which recompute checkpoints, see the block entered last.
+block belongs to the thread that entered it, because plain tensors of another thread need not be
+shards. Autograd's threads for GPUs, which recompute checkpoints, see the block entered last.
 """
 
 from __future__ import annotations
@@ -44,32 +48,39 @@ _installed: list[torch.library.Library] = []
 
 @run_uncompiled
 def enable(schedule: str = "auto", layout=None) -> None:
-    """Run attention on sequence-sharded DTensors context-parallel, in the whole process:
-    ``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``.
+    """Make attention on sequence-sharded DTensors context-parallel, for the whole process.
 
-    Calling it again replaces the options. Inside ``with enabled(...)`` it holds until the end
-    of that block.
+    Applies to ``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``. Calling
+    it again replaces the options. Inside ``with enabled(...)`` it takes effect until that block
+    ends.
 
     Args:
-        schedule: of ``F.scaled_dot_product_attention``; ``flex_attention`` and ``varlen_attn`` have
-            fewer to choose from, see ``docs/`` in the package.
+        schedule: how ``F.scaled_dot_product_attention`` distributes the work. ``flex_attention``
+            and ``varlen_attn`` support fewer schedules, see ``docs/`` in the package.
 
-            - ``"auto"``: the fastest by prediction or by rules; :func:`cp_dispatch.explain` tells.
-            - ``"ring"``: keys travel. Causal work in natural order is balanced by exchanging
-              half-shards with the mirror rank where that pays (``"natural_ring"``: never,
-              ``"mirrored_ring"``: always, where the lengths allow it).
-            - ``"gather"``: all keys on every rank, where their shards are alike, else a ring.
-            - ``"one_call"``: the same for one kernel call on each rank, for short shards.
-            - ``"ulysses"``: heads by all-to-all, with at least as many query heads as ranks and no
-              mask that differs by row, else a ring.
-            - ``"hybrid"``: heads among the ranks of the last mesh dim that shares the sequence, or
-              of a part of the only one (``"hybrid:4"``: of 4 consecutive ranks), and a ring across.
-        layout: None, sequences are in natural order; or a balancer, in whose order every sharded
-            sequence lies (see :func:`cp_dispatch.shard`). Causal masks, ``attn_mask`` and dropout
-            then go by true positions.
+            - ``"auto"``: the fastest one, by prediction or by rules; :func:`cp_dispatch.explain`
+              shows which and why.
+            - ``"ring"``: keys and values travel from rank to rank. Causal work in natural order is
+              balanced by exchanging half-shards with the mirror rank (rank ``W - 1 - r``) where
+              that saves time. ``"natural_ring"`` never does so; ``"mirrored_ring"`` always does
+              where the lengths allow it.
+            - ``"gather"``: every rank gathers all keys and values. Needs keys that every rank owns
+              in equally many spans of equal lengths; otherwise falls back to a ring.
+            - ``"one_call"``: like ``"gather"``, but each rank makes a single kernel call. For short
+              shards.
+            - ``"ulysses"``: exchanges heads by all-to-all. Needs at least as many query heads as
+              ranks and no mask that differs by row; otherwise falls back to a ring.
+            - ``"hybrid"``: exchanges heads within groups of ranks, with a ring across the groups.
+              The groups are the ranks of the last mesh dim that shares the sequence. If only one
+              mesh dim does, they are part of it; ``"hybrid:4"`` makes groups of 4 consecutive
+              ranks.
+        layout: the order of every sharded sequence: None for natural order, or the balancer that
+            permuted it (see :func:`cp_dispatch.shard`). With a balancer, causal masks,
+            ``attn_mask`` and dropout refer to the original positions.
 
     Raises:
-        ContextParallelError: an unknown option, or torch's own context-parallel dispatcher is on.
+        ContextParallelError: if an option is unknown, or if torch's own context-parallel
+            dispatcher is on.
     """
     options = _checked(schedule, layout)
     with _lock, _undone_on_error():
@@ -79,7 +90,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
 
 @run_uncompiled
 def disable() -> None:
-    """Put torch back exactly as it was. Inside ``with enabled(...)``, until the block's end."""
+    """Restore torch exactly as it was. Inside ``with enabled(...)``, until that block ends."""
     with _lock:
         _stack.set(None)
         _sync()
@@ -89,17 +100,16 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether a call made here and now would be handled."""
+    """Whether cp_dispatch is enabled in this thread, by :func:`enable` or :func:`enabled`."""
     return _stack.current() is not None
 
 
 @contextlib.contextmanager
 def enabled(schedule: str = "auto", layout=None):
-    """:func:`enable` for the length of a ``with`` block or, as a decorator, of a function.
+    """:func:`enable` within a ``with`` block or, used as a decorator, within a function.
 
-    Blocks nest: the end of the inner one restores the outer one's options, also when it raises.
-    Several threads may each have their own block. Arguments and errors are those of
-    :func:`enable`.
+    Blocks nest: leaving the inner one, also by an exception, restores the options of the outer one.
+    Each thread may have its own block. Arguments and errors are those of :func:`enable`.
     """
     scope = _enter(schedule, layout)
     try:
@@ -110,7 +120,7 @@ def enabled(schedule: str = "auto", layout=None):
 
 @contextlib.contextmanager
 def enabled_for_shards(schedule: str, layout):
-    """:func:`enabled` around DTensors that are made of a model's plain shards."""
+    """:func:`enabled` for DTensors that were made from a model's plain shards."""
     scope = _enter(schedule, layout, of_shards=True)
     try:
         yield
@@ -118,7 +128,7 @@ def enabled_for_shards(schedule: str, layout):
         _leave(scope)
 
 
-# Not in the generators, which dynamo goes into: a block inside a compiled function.
+# Not in the generators: dynamo traces those when a block is inside a compiled function.
 
 
 @run_uncompiled
@@ -138,13 +148,13 @@ def _leave(scope: Scope) -> None:
 
 
 def current_options() -> Options | None:
-    """Options that hold here and now, None when off."""
+    """The options in effect in this thread, None when off."""
     return _stack.current()
 
 
 @contextlib.contextmanager
 def plain_shards(context: PlainContext):
-    """Take plain tensors for this rank's shards inside the block, in this thread."""
+    """Inside the block, treat this thread's plain tensors as this rank's shards."""
     scope = _enter_plain(context)
     try:
         yield
@@ -169,7 +179,7 @@ def _leave_plain(scope: Scope) -> None:
 
 
 def plain_context() -> PlainContext | None:
-    """What holds here and now for plain tensors."""
+    """The ``context_parallel`` block in effect in this thread, None without one."""
     if not _contexts.in_use:
         return None
     own = _contexts.own()
@@ -177,8 +187,8 @@ def plain_context() -> PlainContext | None:
 
 
 def flex_rules_for_trace() -> None:
-    """Let the graph that this thread traces hold ``flex_attention`` on DTensors, whatever is
-    enabled: the style's."""
+    """Let the graph that this thread is tracing contain ``flex_attention`` on DTensors, whether or
+    not cp_dispatch is enabled. For modules in the style ``ContextParallel``."""
     override.refuse_beside_torchs()
     trace = weakref.ref(dynamo_traces())
 
@@ -193,7 +203,7 @@ def flex_rules_for_trace() -> None:
 
 
 def _on_a_thread_of_autograd() -> bool:
-    # One that Python did not start.
+    # Autograd's threads are not started by Python.
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
@@ -205,7 +215,7 @@ def _checked(schedule: str, layout, of_shards: bool = False) -> Options:
 
 @contextlib.contextmanager
 def _undone_on_error(stack: OptionStack = _stack):
-    """An installation that fails leaves the options and torch as they were."""
+    """Restore the options and torch if the installation fails."""
     before = stack.snapshot()
     try:
         yield
@@ -216,7 +226,7 @@ def _undone_on_error(stack: OptionStack = _stack):
 
 
 def _sync() -> None:
-    """Install or remove the override so that it is there exactly while somebody uses it."""
+    """Install the override if something uses it, remove it if nothing does."""
     in_use = _stack.in_use or _contexts.in_use
     if in_use and not _installed:
         graph_guards.override_comes(_is_off)

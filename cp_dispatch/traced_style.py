@@ -2,17 +2,17 @@
 
 Note [Styles in graphs]
 ~~~~~~~~~~~~~~~~~~~~~~~
-In eager mode the style runs the module in a block. A trace cannot: what a block changes is state of
-this process, and inside a checkpoint dynamo allows no such change. So there the module's inputs are
-marked instead, as tensors of a subclass that only dynamo ever sees. It replaces a call
-of ``scaled_dot_product_attention`` on them by :data:`attend_shards`, an op that carries the number
-of the block that there would have been, and is gone once it has been traced: what is left is the
-ring op. The graph is guarded by what decides about that block.
+In eager mode the style runs the module in a block. A trace cannot: a block changes state of this
+process, and inside a checkpoint dynamo allows no such change. In a trace the module's inputs are
+marked instead, as tensors of a subclass that only dynamo sees. The subclass replaces a call of
+``scaled_dot_product_attention`` by :data:`attend_shards`, an op that carries the number of the
+block that eager mode would have entered. Further tracing replaces that op by the ring op. The graph
+is guarded by everything that determines the block.
 
-Dynamo loses the mark in places, such as ``torch.cat`` of a tuple; a module in which no call of
-attention was seen, or one on tensors without a mark, therefore raises, which without
-``fullgraph=True`` means that it runs in eager mode. So does a module with a graph break inside:
-marked tensors are no input of a graph.
+In places dynamo loses the mark, for example in ``torch.cat`` of a tuple. A module in which no call
+of attention was seen, or one on unmarked tensors, therefore raises; without ``fullgraph=True`` it
+then runs in eager mode. A module with a graph break inside runs in eager mode too, because marked
+tensors cannot be inputs of a graph.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from cp_dispatch.plain_context import PlainContext
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
-_LOCAL = *_SDPA, torch.ops.higher_order.flex_attention  # what a graph would run on a shard alone
+_LOCAL = *_SDPA, torch.ops.higher_order.flex_attention  # a graph would run these on a shard alone
 _contexts: dict[int, PlainContext] = {}
-# By the names of classes of marked tensors: numbers of theirs would be dynamic to dynamo, once a
-# second one is seen in a module that FSDP2 shards.
-_decide: dict = {}  # what gives a class's block here and now
-_attended: dict[str, int] = {}  # the calls of attention that were traced
+# By the names of the classes of marked tensors. Dynamo would make numbers dynamic as soon as it
+# sees a second one in a module that FSDP2 shards.
+_decide: dict = {}  # functions that return the context of a class's block in effect
+_attended: dict[str, int] = {}  # how many calls of attention were traced
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
 library.define(
@@ -52,8 +52,8 @@ def _attend_shards(query, key, value, mask, dropout_p, is_causal, scale, enable_
     arguments = query, key, value, mask, dropout_p, is_causal, scale, enable_gqa
     if context not in _contexts:
         raise ContextParallelError(
-            "this graph was made in another process, for a ContextParallel style on a mesh or in "
-            "an order that this process has not traced; export or compile the module here"
+            "this graph was made in another process, for a ContextParallel style with a mesh or an "
+            "order that this process has not traced; export or compile the module in this process"
         )
     result = attend_plain(_contexts[context], *arguments)
     if result is NotImplemented:
@@ -67,7 +67,7 @@ library.impl("attend_shards", _attend_shards, "CompositeImplicitAutograd")
 
 
 class Marked(torch.Tensor):
-    """A shard, in a trace. Every style on a module has a subclass of its own."""
+    """A shard in a trace. Every style has its own subclass."""
 
     style: str
 
@@ -79,7 +79,7 @@ class Marked(torch.Tensor):
                 return _attend(cls.style, *args, **kwargs).as_subclass(cls)
         return super().__torch_function__(func, types, args, kwargs)
 
-    # Methods that torch writes in Python, which dynamo does not trace on a subclass.
+    # Methods that torch implements in Python, which dynamo does not trace on a subclass.
 
     def split(self, split_size, dim=0):
         return torch.split(self, split_size, dim)
@@ -102,7 +102,7 @@ def _attend(
 
 @torch.compiler.assume_constant_result
 def _number_of(style: str) -> int:
-    """The number of the block that holds here and now, with a guard that it goes on to."""
+    """The number of the block in effect, guarded by the block."""
     decide = _decide[style]
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
     _attended[style] += 1
@@ -110,10 +110,10 @@ def _number_of(style: str) -> int:
 
 
 def number_for(value, known: dict) -> int:
-    """A number that graphs hold for a value, under which it is ``known`` from now on: the same in
-    every process, for graphs are cached on disk, and exported."""
+    """A number that represents a value in graphs and is its key in ``known`` from now on. It is the
+    same in every process, because graphs are cached on disk and exported."""
     number = int(hashlib.sha256(repr(value).encode()).hexdigest()[:15], 16)
-    while known.get(number, value) != value:  # meshes of other ranks are the same in words
+    while known.get(number, value) != value:  # meshes of different ranks may have the same repr
         number += 1
     known[number] = value
     return number
@@ -129,9 +129,9 @@ def traced_forward(decide, run, own=None):
     """A forward for modules in a style.
 
     Args:
-        decide: gives the block that the style is, here and now.
+        decide: returns the context of the style's block in effect.
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
-        own: the forward that a module has instead of its class's, as a function of the module.
+        own: the forward that a module has in place of its class's, as a function of the module.
     """
     style = f"Marked{len(_decide)}"
     _decide[style] = decide
@@ -144,7 +144,7 @@ def traced_forward(decide, run, own=None):
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
-        # Called for real, so there was a graph break inside.
+        # Called in eager mode, so there was a graph break inside.
         args, kwargs = _all_unmarked((args, kwargs))
         return run(self, original, args, kwargs)
 
@@ -155,8 +155,8 @@ def traced_forward(decide, run, own=None):
         if not torch.compiler.is_dynamo_compiling() or has_dtensor((args, kwargs)):
             if torch.compiler.is_exporting():
                 raise ContextParallelError(
-                    "a module in ContextParallel is exported as local attention, unless dynamo "
-                    "traces it; use torch.export.export(..., strict=True), and plain inputs"
+                    "without dynamo, a module in ContextParallel would be exported with local "
+                    "attention; use torch.export.export(..., strict=True), and plain inputs"
                 )
             return run(self, original, args, kwargs)
         _refuse_containers("takes", (args, kwargs))
@@ -167,10 +167,10 @@ def traced_forward(decide, run, own=None):
             attended, local = _attention_so_far(style)
             if attended == before or local > local_before:
                 raise ContextParallelError(
-                    "attention in a compiled module in ContextParallel would be local, for dynamo "
-                    "lost sight of its inputs, as it does in torch.cat of a tuple (not in that of "
-                    "a list), or the module calls none, or calls flex_attention, which takes "
-                    "attention_type='flex'. Else do not compile the module"
+                    "attention in a compiled module in ContextParallel would be local: the module "
+                    "calls no scaled_dot_product_attention; or calls flex_attention, which needs "
+                    "attention_type='flex'; or dynamo lost track of the module's inputs, as in "
+                    "torch.cat of a tuple (use a list). Otherwise do not compile the module"
                 )
         _refuse_containers("returns", output)
         return map_tensors(_unmarked, output)
@@ -191,10 +191,10 @@ def _all_unmarked(value):
 
 
 def _refuse_containers(verb: str, value) -> None:
-    """Raise where tensors may be that :func:`map_tensors` does not see, whose attention would be
-    local."""
+    """Refuse containers whose tensors :func:`map_tensors` does not see, since their attention would
+    be local."""
     if isinstance(value, torch.Tensor):
-        return  # dynamo of torch 2.11 cannot ask what else it is
+        return  # dynamo of torch 2.11 cannot run the other checks on it
     if isinstance(value, (tuple, list)):
         for x in value:
             _refuse_containers(verb, x)
@@ -209,7 +209,7 @@ def _refuse_containers(verb: str, value) -> None:
 
 
 def has_dtensor(value) -> bool:
-    """Whether a DTensor is in tuples, lists and dicts."""
+    """Whether nested tuples, lists and dicts contain a DTensor."""
     if isinstance(value, (tuple, list)):
         return any(has_dtensor(x) for x in value)
     if type(value) is dict:
@@ -218,7 +218,7 @@ def has_dtensor(value) -> bool:
 
 
 def map_tensors(function, value):
-    """``function`` of every tensor in tuples, lists and dicts."""
+    """Apply ``function`` to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Calls under ``torch.func`` transforms, which have no rules for attention over ranks."""
+"""Refuses calls on DTensors under ``torch.func`` transforms, which have no rules for them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def hidden_mesh(tensors):
 
 
 def refuse_transforms(tensors, name: str, wrapped: bool = False) -> None:
-    """Under torch.func transforms a DTensor hides in a wrapper, or stands beside one; with
-    ``wrapped`` also one beside none.
+    """Refuse a DTensor in or beside a wrapper of a torch.func transform; with ``wrapped``, any
+    DTensor.
 
     Raises:
-        ContextParallelError: it does.
+        ContextParallelError: if there is one.
     """
     mesh = hidden_mesh(tensors)
     wrapped = wrapped or any(

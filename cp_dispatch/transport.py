@@ -1,4 +1,4 @@
-"""In words, for people: what carries a plan's moves on CUDA, and what moves before them."""
+"""Describes for reports what carries a plan's transfers on CUDA, and what moves before them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import reaches_peers
 
 UNKNOWN = (
-    "moved by copy engines if every rank can write to every other's memory, which they find out "
-    "at their first call, else by NCCL"
+    "moved by copy engines if every rank can write to every other's memory, which the first call "
+    "finds out, else by NCCL"
 )
-NOT_REACHED = "moved by NCCL: not every rank can write to every other's memory, or was told not to"
+NOT_REACHED = (
+    "moved by NCCL: not every rank can write to every other's memory, or copy engines are "
+    "switched off"
+)
 _PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "one_call", "ulysses")
 
 
 def carrier(mesh: DeviceMesh, schedule: str | None, mesh_dims: tuple[int, ...]) -> str | None:
-    """Whether copy engines or NCCL move what a schedule moves; None where there is no choice."""
+    """Whether copy engines or NCCL carry a schedule's data; None where there is no choice."""
     if mesh.device_type != "cuda" or schedule not in _PUSHED or not mesh_dims:
         return None
     reaches = reaches_all(mesh, mesh_dims)
@@ -28,23 +31,23 @@ def carrier(mesh: DeviceMesh, schedule: str | None, mesh_dims: tuple[int, ...]) 
     if not reaches:
         return NOT_REACHED
     return (
-        "moved by copy engines where rooms of 1 GiB suffice: nothing that its receiver does not "
-        "need, and gradients in the kernels' dtype (the bytes above are NCCL's)"
+        "moved by copy engines if a buffer of 1 GiB suffices: only what the receiver needs, and "
+        "gradients in the kernels' dtype (the bytes above are NCCL's)"
     )
 
 
 def reaches_all(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool | None:
-    """Whether the ranks of these mesh dims write to each other's memory; None if not yet known."""
-    # The group of several mesh dims is made at its first call, and this must not communicate.
+    """Whether the ranks of these mesh dims can write to each other's memory; None if unknown."""
+    # The group of several mesh dims is created at its first call, and this must not communicate.
     name = ring_group_name(mesh, mesh_dims) if len(mesh_dims) == 1 else ""
     return reaches_peers(name) if name else None
 
 
 def redistributed(tensors: dict[str, DTensor], wanted: Sequence[tuple]) -> list[str]:
-    """What DTensor has to move for tensors to be placed as an op takes them."""
+    """What DTensor has to redistribute to the placements that an op takes, in words."""
     return [
-        f"before, DTensor redistributes {name} from {x.placements} to {target}, and a backward "
-        "does so again, which is not counted above"
+        f"first DTensor redistributes {name} from {x.placements} to {target}, and again in a "
+        "backward; this is not counted above"
         for (name, x), target in zip(tensors.items(), wanted, strict=True)
         if any(
             given != placed and given != Replicate() and size > 1

@@ -1,4 +1,4 @@
-"""Why a backend was not taken: every reason against each, for ``explain()`` and for errors."""
+"""Reasons why backends were not chosen, for ``explain()`` and for errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWITCHES = {
     SDPBackend.CUDNN_ATTENTION: "cudnn_sdp_enabled",
     SDPBackend.MATH: "math_sdp_enabled",
 }
-# Torch's own checks on CUDA, which say why not. It has none for CPU and for math.
+# Torch's own checks on CUDA, which give reasons. There are none for CPU or for math.
 _CHECKS = {
     SDPBackend.FLASH_ATTENTION: "can_use_flash_attention",
     SDPBackend.EFFICIENT_ATTENTION: "can_use_efficient_attention",
@@ -43,7 +43,7 @@ def _reasons(backend: Backend, local: LocalCall, chosen: str | None):
         found = True
         yield reason
     if not found:
-        yield f"it would fit; torch prefers {chosen}" if chosen else "torch does not take it"
+        yield f"it would work; torch prefers {chosen}" if chosen else "torch does not choose it"
 
 
 def _switch(backend: Backend):
@@ -55,19 +55,19 @@ def _switch(backend: Backend):
 def _ours(backend: Backend, local: LocalCall):
     mask = local.mask
     if local.dropout_p > 0.0 and not backend.takes_dropout:
-        yield "its dropout cannot give each (query, key) pair its own coin"
+        yield "its dropout cannot be drawn by (query, key) pair, independently of the sharding"
     if mask is not None and mask.needs_grad and not backend.mask_gradient:
-        yield "it does not give the gradient of a bias"
+        yield "it does not compute the gradient of a bias"
     others = mask is not None and mask.dtype not in (torch.bool, local.dtype)
     if others and not backend.takes_any_bias:
-        yield f"it takes no {mask.dtype} bias beside {local.dtype}"
+        yield f"it does not support a {mask.dtype} bias with {local.dtype} inputs"
     query, _, value = local.shapes
     if backend.one_head_dim and query[3] != value[3]:
-        yield f"it takes no value head dim ({value[3]}) other than the query's ({query[3]})"
+        yield f"it needs value's head dim ({value[3]}) to be the query's ({query[3]})"
 
 
 def _torchs(backend: Backend, local: LocalCall) -> list[str]:
-    """What torch's check of a CUDA kernel has against it."""
+    """The reasons that torch's check of a CUDA kernel gives."""
     check = _CHECKS.get(backend.sdp_backend)
     if check is None or local.device_type != "cuda":
         return []

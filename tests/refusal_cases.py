@@ -44,7 +44,7 @@ R = Replicate()
 ONE_DIM = {
     "plain key": (
         lambda m: replaced(m, key=torch.ones(KEY)),
-        [("key is a Tensor beside DTensors", "distribute_tensor or DTensor.from_local")],
+        [("key is a Tensor but other", "distribute_tensor or DTensor.from_local")],
     ),
     "two meshes": (
         lambda m: replaced(m, value=outline(other_mesh(m), KEY)),
@@ -52,7 +52,7 @@ ONE_DIM = {
     ),
     "two dtypes": (
         lambda m: replaced(m, key=outline(m, KEY, dtype=torch.bfloat16)),
-        [("key is torch.bfloat16, query torch.float32", "cast to one dtype")],
+        [("key is torch.bfloat16, query is torch.float32", "cast to one dtype")],
     ),
     "mask and causal": (
         lambda m: arguments(m, attn_mask=torch.ones(64, 64), is_causal=True),
@@ -73,7 +73,7 @@ ONE_DIM = {
     "mask of one rank's rows": (
         lambda m: arguments(m, attn_mask=torch.ones(16, 64)),
         [("attn_mask [1, 1, 16, 64] does not broadcast to the scores [2, 8, 64, 64]",
-          "a plain mask is that of the whole sequence")],
+          "the mask of the whole sequence as a plain tensor")],
     ),
     "sparse mask": (
         lambda m: arguments(m, attn_mask=torch.ones(64, 64).to_sparse()),
@@ -93,13 +93,13 @@ ONE_DIM = {
     ),
     "mask of partial sums": (
         lambda m: arguments(m, attn_mask=outline(m, (1, 1, 64, 64), (Partial(),), torch.bool)),
-        [("attn_mask is placed (Partial(sum),)", "Shard(dim), Replicate() and, for a bias")],
+        [("attn_mask has placements (Partial(sum),)", "Shard(dim), Replicate() and, for a bias")],
     ),
     "strided mask": (
         lambda m: arguments(
             m, attn_mask=outline(m, (1, 1, 64, 64), (_StridedShard(2, split_factor=2),))
         ),
-        [("attn_mask is placed", "supported are Shard(dim), Replicate()")],
+        [("attn_mask has placements", "supported are Shard(dim), Replicate()")],
     ),
     "dropout below 0": (
         lambda m: arguments(m, dropout_p=-0.25),
@@ -119,7 +119,7 @@ ONE_DIM = {
     ),
     "three dims and four": (
         lambda m: arguments(m, (8, 64, 16), placements=(R,), key_placements=(R,)),
-        [("query must have shape [B, H, S, D] like the others", "got [8, 64, 16] placed (Repl")],
+        [("query must have shape [B, H, S, D] like the others", "16] with placements (Repl")],
     ),
     "batch dims, and a mask that fits": (
         lambda m: arguments(m, (2, 4, 8, 64, 16), (2, 4, 2, 64, 16), placements=(Shard(1),),
@@ -129,7 +129,7 @@ ONE_DIM = {
     ),
     "one dim": (
         lambda m: arguments(m, (16,), (16,), placements=(R,)),
-        [(f"{x} must have shape [B, H, S, D] like the others", "got [16] placed (Replicate(),)")
+        [(f"{x} must have shape [B, H, S, D] like the others", "got [16] with placements (Repl")
          for x in ("query", "key", "value")],
     ),
     "batch sizes": (
@@ -138,7 +138,7 @@ ONE_DIM = {
     ),
     "key and value": (
         lambda m: arguments(m, value=(2, 2, 32, 16)),
-        [("key and value must agree in heads and length", "[2, 2, 64, 16] and [2, 2, 32, 16]")],
+        [("key and value must have the same number of heads", "[2, 2, 64, 16] and [2, 2, 32, 16]")],
     ),
     "head dims": (
         lambda m: arguments(m, query=(2, 8, 64, 32)),
@@ -146,7 +146,7 @@ ONE_DIM = {
     ),
     "no head dim": (
         lambda m: arguments(m, (2, 8, 64, 0), (2, 8, 64, 0), value=(2, 8, 64, 16)),
-        [("the head dim of query and key is 0", "give them one")],
+        [("the head dim of query and key is 0", "must be at least 1")],
     ),
     "enable_gqa": (
         lambda m: arguments(m, enable_gqa=False),
@@ -154,7 +154,7 @@ ONE_DIM = {
     ),
     "head groups": (
         lambda m: arguments(m, query=(2, 7, 64, 16)),
-        [("query's 7 heads are no multiple of key's 2", "")],
+        [("query's 7 heads are not a multiple of key's 2", "")],
     ),
     "head dim sharded": (
         lambda m: arguments(m, placements=(Shard(3),)),
@@ -166,13 +166,13 @@ ONE_DIM = {
     ),
     "key by heads": (
         lambda m: arguments(m, key_placements=(Shard(1),)),
-        [(f"{x} is S(1) on cp where query is S(2)", "redistribute it to S(2) or Replicate()")
+        [(f"{x} is S(1) on cp, where query is S(2)", "redistribute it to S(2) or Replicate()")
          for x in ("key", "value")],
     ),
-    "heads do not divide": (
+    "heads are not a multiple": (
         lambda m: arguments(m, query=(2, 6, 64, 16), placements=(Shard(1),)),
-        [("query's 6 heads do not divide over the 4 ranks that share heads", "use fewer ranks"),
-         ("key's 2 heads do not divide over the 4 ranks that share heads", "use fewer ranks")],
+        [("query's 6 heads are not a multiple of the 4 ranks", "over fewer ranks"),
+         ("key's 2 heads are not a multiple of the 4 ranks", "over fewer ranks")],
     ),
 }  # fmt: skip
 TWO_DIMS = {
@@ -187,21 +187,21 @@ TWO_DIMS = {
     "descending ranks": (
         lambda m: arguments(DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "cp")),
                             placements=(R, Shard(2))),
-        [("the ranks that share the sequence do not ascend, [1, 0]", "mesh with ascending ranks")],
+        [("share the sequence are not in ascending order, [1, 0]", "mesh with ascending ranks")],
     ),
     "mask over descending ranks": (
         mask_over_descending_ranks,
-        [("attn_mask is S(3) on cp, whose ranks do not ascend", "replicate it")],
+        [("attn_mask is S(3) on cp, whose ranks are not in ascending order", "replicate it")],
     ),
     "columns of several mesh dims": (
         lambda m: arguments(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),
                             placements=(Shard(2), Shard(2))),
-        [("the ranks that share the sequence do not ascend, [0, 2, 1, 3]",
+        [("the ranks that share the sequence are not in ascending order, [0, 2, 1, 3]",
           "mesh with ascending ranks")],
     ),
     "heads over two dims": (
         lambda m: arguments(m, query=(2, 6, 64, 16), placements=(Shard(1), Shard(1))),
-        [("query's 6 heads do not divide over the 4 ranks that share heads", "use fewer ranks"),
-         ("key's 2 heads do not divide over the 4 ranks that share heads", "use fewer ranks")],
+        [("query's 6 heads are not a multiple of the 4 ranks", "over fewer ranks"),
+         ("key's 2 heads are not a multiple of the 4 ranks", "over fewer ranks")],
     ),
 }  # fmt: skip

@@ -72,11 +72,11 @@ def test_where_nothing_fits_every_reason_against_every_backend_is_told():
         plan = explain(query, query, value)
     assert plan.handler == "refused" and plan.backend is None
     (first,) = plan.reasons
-    assert "no backend that is switched on" in first and "sdpa_kernel" in first
+    assert "no enabled backend" in first and "sdpa_kernel" in first
     assert "(2, 4, 16, 16)" in first and "(2, 4, 16, 24)" in first  # local shapes
     assert set(plan.backends_refused) == set(BACKENDS)
     assert all(plan.backends_refused.values())
-    assert "value head dim (24)" in plan.backends_refused["cpu_flash"][0]
+    assert "value's head dim (24)" in plan.backends_refused["cpu_flash"][0]
     assert "switched off" in plan.backends_refused["math"][0]
     for reasons in plan.backends_refused.values():
         assert all(reason in str(plan.error()) for reason in reasons)
@@ -114,16 +114,19 @@ def test_with_a_mask_the_backend_is_what_torch_picks_too(shape, dtype, boolean):
 
 MATH = {
     "a bias that needs a gradient": (
-        masked(kind=torch.float32, needs_grad=True), ["math: only it gives the gradient of a bias"],
+        masked(kind=torch.float32, needs_grad=True),
+        ["math: only it computes the gradient of a bias"],
     ),
     "a wide bias": (
         masked(torch.bfloat16, torch.float32),
-        ["math: only it takes a torch.float32 bias beside torch.bfloat16"],
+        ["math: only it supports a torch.float32 bias with torch.bfloat16 inputs"],
     ),
-    "dropout": (LocalCall(SHAPES, torch.float32, "cpu", dropout_p=0.1), ["math: the coins"]),
+    "dropout": (
+        LocalCall(SHAPES, torch.float32, "cpu", dropout_p=0.1), ["math: only it draws dropout"],
+    ),
     "all of it": (
         masked(torch.bfloat16, torch.float32, needs_grad=True, dropout_p=1.0),
-        ["math: the coins", "math: only it gives", "math: only it takes"],
+        ["math: only it draws dropout", "math: only it computes", "math: only it supports"],
     ),
 }  # fmt: skip
 
@@ -149,9 +152,9 @@ def test_a_bias_that_needs_a_gradient_shows_in_explain(mesh, requires_grad):
     assert without.backend == "cpu_flash" and without.reasons == ()
     assert plan.backend == ("math" if requires_grad else "cpu_flash")
     if requires_grad:
-        assert plan.reasons == ("math: only it gives the gradient of a bias",)
+        assert plan.reasons == ("math: only it computes the gradient of a bias",)
         against = plan.backends_refused["cpu_flash"]
-        assert against == ("it does not give the gradient of a bias",)
+        assert against == ("it does not compute the gradient of a bias",)
         assert plan.reasons[0] in str(plan) and against[0] in str(plan)
 
 
@@ -164,11 +167,11 @@ def test_where_only_math_does_and_it_is_off_the_call_is_refused_with_every_reaso
             F.scaled_dot_product_attention(query, query, query, attn_mask=bias, dropout_p=0.5)
     assert plan.handler == "refused" and str(raised.value) == str(plan)
     first, *why_math = plan.reasons
-    assert "no backend that is switched on" in first and len(why_math) == 3
+    assert "no enabled backend" in first and len(why_math) == 3
     assert plan.backends_refused["cpu_flash"] == (
-        "its dropout cannot give each (query, key) pair its own coin",
-        "it does not give the gradient of a bias",
-        "it takes no torch.float32 bias beside torch.bfloat16",
+        "its dropout cannot be drawn by (query, key) pair, independently of the sharding",
+        "it does not compute the gradient of a bias",
+        "it does not support a torch.float32 bias with torch.bfloat16 inputs",
     )
     assert "math_sdp_enabled" in plan.backends_refused["math"][0]
     for name in ("flash", "efficient", "cudnn"):

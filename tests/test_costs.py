@@ -90,7 +90,7 @@ def test_calibrate_wants_several_ranks(monkeypatch, capsys):
 def test_calibrate_writes_no_tries_into_the_package(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["calibrate", "--quick"]) == 2
-    assert "name a file, -o FILE" in capsys.readouterr().err
+    assert "pass a file, -o FILE" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["calibrate"]) == 2
     assert "torch sees none" in capsys.readouterr().err

@@ -234,7 +234,7 @@ def test_cuda_kernels_of_an_older_build_are_mentioned(monkeypatch, caplog):
     try:
         extension._mention_cuda()
         assert "older than the package" in caplog.messages[0]
-        assert "install it again" in extension.state() and extension.why_not_loaded()
+        assert "install cp_dispatch again" in extension.state() and extension.why_not_loaded()
         registered.add(f"cp_dispatch::{extension.NEWEST_CUDA_KERNEL}")
         assert extension.state() == "loaded" and not extension.why_not_loaded()
     finally:

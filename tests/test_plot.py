@@ -113,7 +113,7 @@ def test_command(arguments, tmp_path, capsys):
         (["--mask", "sliding:x"], "got 'sliding:x'"),
         (["--mask", "sliding:0"], "must be a positive int, got 0"),
         (["--mask", "documents:"], "got 'documents:'"),
-        (["--mask", "documents:3,4", "--seq-len", "8"], "are 7 positions long, --seq-len is 8"),
+        (["--mask", "documents:3,4", "--seq-len", "8"], "are 7 positions long, but --seq-len is 8"),
         (["--balancer", "blocks", "--seq-len", "100"], "100 positions .* --block-size 128"),
         (["--balancer", "blocks", "--seq-len", "384"], "3 blocks of 128 .* 8 ranks"),
         (["--seq-len", "0"], "--seq-len must be a positive int, got 0"),
@@ -131,7 +131,7 @@ def test_refusals(arguments, message, capsys):
 
 def test_refuses_a_balancer_of_another_length(tmp_path):
     with pytest.raises(
-        ContextParallelError, match="is for 8 positions on 2 ranks, the mask has 16"
+        ContextParallelError, match="is for 8 positions on 2 ranks, but the mask has 16"
     ):
         plot(parse_mask("causal", 16), HeadTail(8, 2), 2, tmp_path / "layout.png")
 

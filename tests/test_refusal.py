@@ -64,7 +64,7 @@ def test_layouts_over_two_mesh_dims():
         whole, key = (outline(mesh, (2, 2, 16, 16), places) for places in (rows, part))
         assert explain(whole, whole, whole, is_causal=True).handler == "cp_dispatch"
         plan = explain(whole, key, whole, is_causal=True)
-        assert plan.handler == "refused" and plan.reasons[0].startswith("key is placed")
+        assert plan.handler == "refused" and plan.reasons[0].startswith("key has placements")
 
 
 def test_whole_keys_of_another_length_than_the_layout_have_an_order():

@@ -40,11 +40,11 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                2/2               4.000 (    3)        12.000 (    7)
      2                3/1               6.000 (    3)        14.000 (    7)
      3                4/0               0.000 (    3)         8.000 (    7)
-  extra memory about: 16.750 MiB forward, 24.000 MiB backward
+  extra memory: about 16.750 MiB forward, 24.000 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not math: it would fit; torch prefers cpu_flash""",
+  not math: it would work; torch prefers cpu_flash""",
     )
 
 
@@ -66,8 +66,8 @@ handled by cp_dispatch: mirrored_ring over 4 ranks, cpu_flash kernel
      1                4/0              11.125 (    5)        24.125 (    9)
      2                4/0              11.125 (    5)        24.125 (    9)
      3                4/0              11.125 (    5)        24.125 (    9)
-  extra memory about: 28.750 MiB forward, 52.000 MiB backward
-  - balanced by halves from the mirror rank: saves about 859 ms of a forward, costs 7.24 ms""",
+  extra memory: about 28.750 MiB forward, 52.000 MiB backward
+  - balanced by exchanging half-shards with the mirror rank: saves about 859 ms of a forward, costs 7.24 ms""",  # noqa: E501
     )
 
 
@@ -84,7 +84,7 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               6.000 (    3)        14.000 (    7)
      2                4/0               6.000 (    3)        14.000 (    7)
      3                4/0               6.000 (    3)        14.000 (    7)
-  extra memory about: 16.750 MiB forward, 24.000 MiB backward""",
+  extra memory: about 16.750 MiB forward, 24.000 MiB backward""",
     )
 
 
@@ -100,9 +100,9 @@ handled by cp_dispatch: mirrored_gather over 4 ranks, cpu_flash kernel
      1                2/2               6.125 (    3)        14.125 (    4)
      2                3/1               6.125 (    3)        16.125 (    4)
      3                4/0               4.000 (    3)        14.125 (    4)
-  sent: of gathers and sums what a rank puts in, once for all others
-  extra memory about: 34.750 MiB forward, 52.000 MiB backward
-  - "gather" in natural order: halves of query and output are exchanged with the mirror rank""",
+  sent: for gathers and sums, what a rank contributes, counted once
+  extra memory: about 34.750 MiB forward, 52.000 MiB backward
+  - "gather" in natural order: half-shards of query and output are exchanged with the mirror rank""",  # noqa: E501
     )
 
 
@@ -118,8 +118,8 @@ handled by cp_dispatch: ulysses over 4 ranks, cpu_flash kernel
      1                1/0               9.375 (    2)        18.375 (    3)
      2                1/0               9.375 (    2)        18.375 (    3)
      3                1/0               9.375 (    2)        18.375 (    3)
-  extra memory about: 16.000 MiB forward, 33.000 MiB backward
-  - 2 of 8 query heads on each of 4 ranks, key heads (2) on several""",
+  extra memory: about 16.000 MiB forward, 33.000 MiB backward
+  - 2 of 8 query heads on each of 4 ranks; some of the 2 key heads go to several ranks""",
     )
 
 
@@ -136,9 +136,9 @@ handled by cp_dispatch: hybrid over 4 ranks, cpu_flash kernel
      1                2/0              12.250 (    5)        26.250 (    7)
      2                2/0              12.250 (    5)        26.250 (    7)
      3                2/0              12.250 (    5)        26.250 (    7)
-  extra memory about: 41.500 MiB forward, 81.000 MiB backward
+  extra memory: about 41.500 MiB forward, 81.000 MiB backward
   - 4 of 8 query heads on each of 2 ranks
-  - balanced by halves from the mirror rank: saves about 573 ms of a forward, costs 7.24 ms""",
+  - balanced by exchanging half-shards with the mirror rank: saves about 573 ms of a forward, costs 7.24 ms""",  # noqa: E501
     )
 
 
@@ -154,8 +154,8 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               0.023 (    3)         0.055 (    7)
      2                4/0               0.023 (    3)         0.055 (    7)
      3                4/0               0.023 (    3)         0.055 (    7)
-  extra memory about: 0.065 MiB forward, 0.094 MiB backward
-  - not by heads: 4 ranks are no groups of 3; 8 query and 2 key heads for 3 ranks make some of them call kernels, and thereby rings, more often than others""",  # noqa: E501
+  extra memory: about 0.065 MiB forward, 0.094 MiB backward
+  - heads are not exchanged: 4 ranks cannot be divided into groups of 3; with 8 query and 2 key heads, some of 3 ranks would call kernels, and with them rings, more often than others""",  # noqa: E501
     )
 
 
@@ -175,11 +175,11 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               0.003 (    3)         0.008 (    7)
      2                4/0               0.004 (    3)         0.009 (    7)
      3                4/0               0.003 (    3)         0.008 (    7)
-  extra memory about: 7.007 MiB forward, 6.601 MiB backward
+  extra memory: about 7.007 MiB forward, 6.601 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not math: it would fit; torch prefers cpu_flash""",
+  not math: it would work; torch prefers cpu_flash""",
     )
 
 
@@ -227,11 +227,11 @@ handled by cp_dispatch: local over 1 ranks, cpu_flash kernel
     key: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     value: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     dropout_p=0.0, is_causal=True, scale=None, enable_gqa=True
-  extra memory about: 0.033 MiB forward, 0.055 MiB backward
+  extra memory: about 0.033 MiB forward, 0.055 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not math: it would fit; torch prefers cpu_flash""",
+  not math: it would work; torch prefers cpu_flash""",
     )
 
 
@@ -239,7 +239,7 @@ def test_a_call_that_is_not_ours(mesh):
     assert_expected_inline(
         str(explain(*gqa(mesh), enable_gqa=True)),
         """\
-handled by torch as it is
+handled by unmodified torch
     query: (2, 8, 64, 16) float32 on cpu mesh [cp=4: S(2)]
     key: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
     value: (2, 2, 64, 16) float32 on cpu mesh [cp=4: S(2)]
@@ -267,12 +267,12 @@ handled by cp_dispatch: replicated_keys over 4 ranks, cpu_flash kernel
      1                1/0               0.000 (    0)         2.000 (    2)
      2                1/0               0.000 (    0)         2.000 (    2)
      3                1/0               0.000 (    0)         2.000 (    2)
-  sent: of gathers and sums what a rank puts in, once for all others
-  extra memory about: 2.125 MiB forward, 8.000 MiB backward
+  sent: for gathers and sums, what a rank contributes, counted once
+  extra memory: about 2.125 MiB forward, 8.000 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not math: it would fit; torch prefers cpu_flash""",
+  not math: it would work; torch prefers cpu_flash""",
     )
 
 
@@ -295,12 +295,12 @@ handled by cp_dispatch: replicated_queries over 4 ranks, cpu_flash kernel
      1                1/0               0.001 (    2)         0.001 (    1)
      2                1/0               0.001 (    2)         0.001 (    1)
      3                1/0               0.001 (    2)         0.001 (    1)
-  sent: of gathers and sums what a rank puts in, once for all others
-  extra memory about: 0.006 MiB forward, 1.224 MiB backward
+  sent: for gathers and sums, what a rank contributes, counted once
+  extra memory: about 0.006 MiB forward, 1.224 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not math: it would fit; torch prefers cpu_flash""",
+  not math: it would work; torch prefers cpu_flash""",
     )
 
 
@@ -337,11 +337,11 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
      1                4/0               1.465 (    3)         3.419 (    7)
      2                4/0               1.465 (    3)         3.419 (    7)
      3                4/0               1.465 (    3)         3.418 (    7)
-  extra memory about: 4.093 MiB forward, 5.865 MiB backward
+  extra memory: about 4.093 MiB forward, 5.865 MiB backward
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not math: it would fit; torch prefers cpu_flash""",
+  not math: it would work; torch prefers cpu_flash""",
     )
 
 
@@ -363,12 +363,12 @@ handled by cp_dispatch: ring over 4 ranks, math kernel
      1                4/0               0.023 (    3)         0.055 (    7)
      2                4/0               0.023 (    3)         0.055 (    7)
      3                4/0               0.023 (    3)         0.055 (    7)
-  extra memory about: 0.115 MiB forward, 0.125 MiB backward
-  - math: the coins of dropout belong to (query, key) pairs, not to a kernel
+  extra memory: about 0.115 MiB forward, 0.125 MiB backward
+  - math: only it draws dropout by (query, key) pair, independently of the sharding
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not cpu_flash: its dropout cannot give each (query, key) pair its own coin""",
+  not cpu_flash: its dropout cannot be drawn by (query, key) pair, independently of the sharding""",
     )
 
 
@@ -377,7 +377,7 @@ def test_no_backend_that_is_switched_on(mesh):
     with enabled(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         plan = explain(*gqa(mesh), attn_mask=bias, enable_gqa=True)
     lines = str(plan).splitlines()
-    kept = [line for line in lines if "no backend that is" not in line]
+    kept = [line for line in lines if "no enabled backend" not in line]
     assert len(kept) == len(lines) - 1
     assert_expected_inline(
         "\n".join(kept),
@@ -390,11 +390,11 @@ cp_dispatch does not support this scaled_dot_product_attention call.
     attn_mask: (64, 64) float32 on cpu mesh [cp=4: R]
     dropout_p=0.0, is_causal=False, scale=None, enable_gqa=True
   refused because:
-    - math: only it gives the gradient of a bias
+    - math: only it computes the gradient of a bias
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda
-  not cpu_flash: it does not give the gradient of a bias
+  not cpu_flash: it does not compute the gradient of a bias
   not math: it is switched off (torch.backends.cuda.math_sdp_enabled())""",
     )
 

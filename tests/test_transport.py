@@ -17,7 +17,7 @@ def query(device="cuda"):
 
 
 @pytest.mark.parametrize("reaches, words", [
-    (None, "find out at their first call"), (False, "moved by NCCL"), (True, "moved by copy"),
+    (None, "the first call finds out"), (False, "moved by NCCL"), (True, "moved by copy"),
 ])  # fmt: skip
 def test_words(monkeypatch, reaches, words):
     monkeypatch.setattr(transport, "ring_group_name", lambda mesh, dims: "group")
@@ -28,11 +28,11 @@ def test_words(monkeypatch, reaches, words):
 
 def test_groups_are_not_made(monkeypatch):
     monkeypatch.delattr(transport, "ring_group_name")
-    assert "find out" in transport.carrier(mesh(), "ring", (0, 1))
+    assert "finds out" in transport.carrier(mesh(), "ring", (0, 1))
 
 
 @pytest.mark.parametrize("runs, reaches, words, may_gather", [
-    (3, None, "find out at their first call", True), (3, False, "moved by NCCL: not", True),
+    (3, None, "the first call finds out", True), (3, False, "moved by NCCL: not", True),
     (3, True, "moved by copy engines", False), (65, True, "needs 65 runs of rows", True),
 ])  # fmt: skip
 def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):

@@ -1,17 +1,17 @@
-"""Time sharded attention: this project, torch's own context parallel and stock DTensor, in one run.
+"""Time sharded attention: this project, torch's own context parallel and stock DTensor.
 
     torchrun --nproc-per-node 4 tools/bench.py --tokens 8192 --backend cudnn --backend flash
 
-Every implementation gets the same DTensors and the same ``F.scaled_dot_product_attention``
-call. ``--tokens``, ``--backend`` and ``--heads`` may be given several times. With ``--out`` rows
-go to a JSON file as they come and to a CSV beside it, with ``--plot`` curves to a PNG; what runs
-out of memory is a row too.
+Every implementation gets the same DTensors and the same ``F.scaled_dot_product_attention`` call, in
+the same run. ``--tokens``, ``--backend`` and ``--heads`` may be repeated. With ``--out``, each row
+is written as soon as it is measured, to a JSON file and a CSV file next to it; with ``--plot``,
+curves are written to a PNG too. A case that runs out of memory is a row too.
 
 "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same kernel in the same
-run; 100% means that nothing was lost by distributing. Times are CUDA events (host clock on CPU),
-the median of rounds, and the slowest rank counts. With ``--steps 1`` each round starts on idle GPUs
-and pays for the host's latency; more steps a round let the host run ahead, as it does in training;
-``--cuda-graph`` replays steps without the host.
+run; 100% means that distribution costs nothing. Times are measured with CUDA events (on CPU with
+the host's clock). They are medians of several rounds, of the slowest rank. With ``--steps 1`` each
+round starts on idle GPUs and includes the host's latency. With more steps per round the host can
+run ahead, as in training. ``--cuda-graph`` replays steps without the host.
 """
 
 from __future__ import annotations
@@ -57,22 +57,28 @@ def parse() -> argparse.Namespace:
     masks.add_argument("--causal", action="store_true")
     masks.add_argument(
         "--documents", type=int, default=0, metavar="MEAN",
-        help="a boolean (S, S) mask, causal in documents of so many tokens on average",
+        help="use a boolean (S, S) mask, causal within documents of MEAN tokens on average",
     )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1, help="back to back in a timed round")
+    parser.add_argument("--steps", type=int, default=1, help="steps per timed round, back to back")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--cuda-graph", action="store_true", help="time replays of captured steps")
     parser.add_argument("--skip", action="append", default=[], help="an implementation to skip")
     parser.add_argument(
-        "--only", action="append", help="an implementation to run, beside one device"
+        "--only", action="append", help="an implementation to run, besides one device"
     )
-    parser.add_argument("--profile", action="store_true", help="kernel time by kind, rank 0")
     parser.add_argument(
-        "--out", type=pathlib.Path, help="write rows as JSON here, and as CSV beside"
+        "--profile", action="store_true", help="print rank 0's kernel time by kind of kernel"
     )
-    parser.add_argument("--plot", action="store_true", help="and draw them beside; needs --out")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="write rows to this JSON file, and to a CSV next to it"
+    )
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help="plot the rows to a PNG next to --out, which is required",
+    )
     args = parser.parse_args()
     if args.plot and not args.out:
         parser.error("--plot needs --out")

@@ -1,14 +1,14 @@
-"""Time the extension's kernels beside their twins in plain torch, on CPU or on a GPU.
+"""Time the extension's kernels against their equivalents in plain torch, on CPU or on a GPU.
 
     python tools/bench_extension.py [--device cuda] [--out tools/results/DATE-extension-CARD.json]
 
-Every kernel must be at least 1.5 times as fast as its twin at 8192 tokens x 32 query and 8
-key/value heads x 128, and those that only move memory should reach 70% of what ``copy_`` of as
-many bytes reaches on the same device, which is measured beside each of them. Times are the best
-of rounds (CUDA events over several calls; the host's clock on CPU), since other processes only
-ever make a round slower. "twin" is what one would write without the extension: ``index_select``
-and ``cat``, ``index_copy_``, ``index_add_``, the eager merge, and Triton's merge where there is
-one.
+Every kernel must be at least 1.5 times as fast as its equivalent ("twin") at 8192 tokens x 32 query
+and 8 key/value heads x 128. Kernels that only move memory should reach 70% of the bandwidth of
+``copy_`` with the same number of bytes on the same device, which is measured next to each of them.
+Times are the best of several rounds (CUDA events over several calls; the host's clock on CPU),
+since other processes can only make a round slower. A twin is what one would write without the
+extension: ``index_select`` and ``cat``, ``index_copy_``, ``index_add_``, the eager merge, and
+Triton's merge where available.
 """
 
 from __future__ import annotations
@@ -260,8 +260,10 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, action="append", help="CPU only")
-    parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument(
+        "--threads", type=int, action="append", help="number of threads (CPU only); repeatable"
+    )
+    parser.add_argument("--only", help="run only cases whose name contains this")
     parser.add_argument("--out", type=pathlib.Path, help="write the results as JSON here")
     args = parser.parse_args()
     device = torch.device(args.device)

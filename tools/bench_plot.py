@@ -1,10 +1,10 @@
-"""Draw what ``tools/bench.py`` kept: the share kept against tokens per GPU and against ranks.
+"""Plot results of ``tools/bench.py``: the share kept by tokens per GPU and by number of ranks.
 
     python tools/bench_plot.py tools/results/2026-11-28-4xh100-causal-*.json -o kept.png
 
-Results of several files go in one picture, a curve for each implementation; one axis is drawn where
-there is more than one value along it, and points where there is one along both. A point whose run
-failed (out of memory) is a cross at 0.
+Results of several files go into one picture, with a curve for each implementation. An axis is drawn
+only if there are several values along it; with one value along both, there are only points. A run
+that failed (out of memory) is a cross at 0.
 """
 
 from __future__ import annotations

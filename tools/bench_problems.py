@@ -1,4 +1,4 @@
-"""What the benches of FlexAttention and varlen_attn share: documents, steps and rows."""
+"""Helpers for the benchmarks of FlexAttention and varlen_attn: documents, steps and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the benches: what they say of errors and machines, how they print, and as files."""
+"""Rows of the benchmarks: error and machine descriptions, printing, and files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tables of speed of the README and of tools/results, made from what ``bench.py`` etc. kept.
+"""Write the benchmark tables of the README and of tools/results from the saved results.
 
     python tools/bench_table.py
 
-Each table stands between markers that name its file, or several of one kind and one day:
-``<!-- bench FILE ... -->`` and ``<!-- end -->``.
+Each table is between ``<!-- bench FILE ... -->`` and ``<!-- end -->``. The first marker names the
+file of results, or several files of one kind and one day.
 """
 
 from __future__ import annotations

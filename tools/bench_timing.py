@@ -1,4 +1,4 @@
-"""How the benches time a step: rounds, CUDA graphs, the slowest rank, kernels by kind."""
+"""Timing of benchmark steps: rounds, CUDA graphs, the slowest rank, kernel time by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``tools/bench.py`` compares: problems, and the implementations that attend to them."""
+"""Problems of ``tools/bench.py``, and the implementations that it compares."""
 
 from __future__ import annotations
 

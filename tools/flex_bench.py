@@ -1,14 +1,16 @@
-"""Time FlexAttention over ranks: one GPU, this project and torch's CP FlexAttention, in one run.
+"""Time sharded FlexAttention: one GPU, this project and torch's context-parallel FlexAttention.
 
     torchrun --nproc-per-node 4 tools/flex_bench.py --tokens 8192 --tokens 32768
 
-Inputs are DTensors, or ("style") plain shards of a module in ``ContextParallel`` in a compiled one.
-"kept" is (one GPU's time for the whole sequence / ranks) / time, with the same compiled kernel and
-the same mask in the same run. "sent" is what the rank that sends most gives to others in a forward,
-"groups" the groups of heads whose keys travel beside kernels; ``--groups`` sets their number, and
-``CP_DISPATCH_COPY_ENGINES=0`` leaves them to NCCL.
-Times are those of ``tools/bench.py``; ``--cuda-graph`` replays steps without the host, which has
-read the mask before. The JSON of GPUs goes to ``tools/results/`` unless ``--out`` says otherwise.
+Inputs are DTensors or, for "style", plain shards given to a ``ContextParallel`` module inside a
+compiled module. "kept" is (one GPU's time for the whole sequence / ranks) / time, with the same
+compiled kernel and the same mask in the same run. "sent" is the amount that the rank with the most
+traffic sends in a forward. "groups" is the number of groups of heads whose transfers overlap with
+kernels; ``--groups`` sets it. ``CP_DISPATCH_COPY_ENGINES=0`` selects NCCL.
+
+Times are measured as in ``tools/bench.py``; ``--cuda-graph`` replays steps without the host, which
+has read the mask before. Results of GPUs go to a JSON file in ``tools/results/``, unless ``--out``
+is given.
 """
 
 from __future__ import annotations
@@ -44,14 +46,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--document-mean", type=int, default=4096)
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--groups", type=int, help="of heads, wherever keys are taken to travel")
+    parser.add_argument(
+        "--groups", type=int, help="groups of heads, wherever keys are assumed to travel"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="back to back in a timed round")
+    parser.add_argument("--steps", type=int, default=3, help="steps per timed round, back to back")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--cuda-graph", action="store_true", help="time replays of captured steps")
     parser.add_argument(
-        "--only", action="append", help="an implementation, or those whose names hold this"
+        "--only", action="append", help="run only implementations whose name contains this"
     )
     parser.add_argument("--out", type=pathlib.Path)
     return parser.parse_args()

@@ -1,10 +1,11 @@
-"""FlexAttention with the sequence sharded over ranks, checked against one device.
+"""Run FlexAttention with the sequence sharded over ranks, and check it against one device.
 
     torchrun --nproc-per-node 2 tools/flex_example.py
 
-Causal and document masks, a learned relative bias, output, logsumexp and all gradients, in natural
-order and in a balanced one. On GPUs the kernels are compiled; without GPUs it runs on gloo with the
-unfused op, forward alone, because torch refuses FlexAttention's gradients on CPU.
+Checks causal and document masks and a learned relative bias: output, logsumexp and all gradients,
+in natural order and in a balanced order. On GPUs the kernels are compiled. Without GPUs it runs on
+gloo with the unfused op and only forward, because torch does not support FlexAttention's gradients
+on CPU.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Host time of one eager attention call on DTensors of tiny tensors, ours beside torch's.
+"""Measure the host time of one eager attention call on tiny DTensors, ours against torch's.
 
-    torchrun --nproc-per-node 4 tools/host_time.py              # CUDA where there is, else gloo
+    torchrun --nproc-per-node 4 tools/host_time.py              # CUDA if available, else gloo
     torchrun --nproc-per-node 4 tools/host_time.py --device cpu --profile gather
 
-The tensors are so small that the device does next to nothing: on CUDA the time between two calls is
-the host's, taken without a synchronization in between; on CPU the kernels and gloo count too, which
-"kernels alone" and a fake group (--fake) show. Medians over the calls, of the slowest rank.
+The tensors are so small that the device does almost nothing. On CUDA the time between two calls is
+the host's, measured without synchronization in between. On CPU kernels and gloo count too; "kernels
+alone" and a fake group (--fake) show how much. Times are medians over the calls, of the slowest
+rank.
 
-A backward goes to a thread of autograd's and back once, however many attentions it holds: "one of a
-chain" is the time of one attention, forward and backward, in a chain of 8, as in a model.
+A backward switches to a thread of autograd and back once, however many attention calls it has. "one
+of a chain" is the time of one attention, forward and backward, in a chain of 8, as in a model.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ def options():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernel", default="flash", choices=KERNELS)
     parser.add_argument("--calls", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=32, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=32, help="per rank")
     parser.add_argument("--fake", type=int, metavar="RANKS", help="one process, no communication")
-    parser.add_argument("--only", action="append", help="candidates whose name holds this")
-    parser.add_argument("--out", type=pathlib.Path, help="write the rows as JSON here")
-    parser.add_argument("--profile", metavar="SCHEDULE", help="cProfile of this schedule on rank 0")
+    parser.add_argument(
+        "--only", action="append", help="run only candidates whose name contains this"
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="write the rows to this JSON file")
+    parser.add_argument(
+        "--profile", metavar="SCHEDULE", help="run cProfile on this schedule, on rank 0"
+    )
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
-"""What ``auto`` takes by a kind's constants, against what was measured.
+"""Compare the schedules that ``"auto"`` chooses from a GPU's constants with measured times.
 
     python tools/planner_check.py nvidia-h200 tools/results/2026-11-30-2xh200-grid-*.json
 
 The files are those of ``tools/bench.py --out``. A point is a kernel, a shape, an order and a
-direction, at which several schedules were measured. The planner says again what ``auto`` takes
-there, which is the same on every machine, and how long each schedule should take. Of a schedule
-that was measured twice, once because ``auto`` took it, the mean counts: the same code ran.
+direction for which several schedules were measured. The planner computes what ``"auto"`` chooses
+there, which is the same on every machine, and predicts the time of each schedule. If a schedule was
+measured twice, once because ``"auto"`` chose it, the mean counts, since the same code ran.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def summary(found: list[Point]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", help="name of a file in cp_dispatch/costs, or its path")
+    parser.add_argument("kind", help="name of a file in cp_dispatch/costs, or a path to one")
     parser.add_argument("results", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
     path = pathlib.Path(args.kind)

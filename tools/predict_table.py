@@ -1,10 +1,10 @@
-"""The table of predicted times on many ranks, from the constants of one kind of GPU.
+"""Write the table of predicted times on many ranks, from the constants of one kind of GPU.
 
     python tools/predict_table.py nvidia-h200
 
-It stands in ``cp_dispatch/docs/schedules.md``, between ``<!-- predicted -->`` and
-``<!-- end of predicted -->``. Nothing in it is measured but the constants: nodes of 8 GPUs are as
-the measured host, and the links between nodes are the assumed ones below.
+It is in ``cp_dispatch/docs/schedules.md``, between ``<!-- predicted -->`` and
+``<!-- end of predicted -->``. Only the constants are measured. Nodes of 8 GPUs are assumed to be
+like the measured host, and the links between nodes are the assumed ones below.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def table(constants: Constants, args) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", help="name of a file in cp_dispatch/costs, or its path")
+    parser.add_argument("kind", help="name of a file in cp_dispatch/costs, or a path to one")
     parser.add_argument("--backend", default="cudnn")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dry", action="store_true", help="print it, do not write the page")
+    parser.add_argument("--dry", action="store_true", help="print the table, do not write the page")
     args = parser.parse_args()
     path = pathlib.Path(args.kind)
     constants = Constants.from_json(path.read_text()) if path.is_file() else constants_of(args.kind)

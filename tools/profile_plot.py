@@ -1,10 +1,10 @@
-"""Draw what the streams of one GPU did in a step, from a trace of torch's profiler.
+"""Plot what the streams of one GPU do in a step, from a trace of torch's profiler.
 
     python tools/profile_plot.py trace.json.gz --out step.png [--steps 5] [--title WORDS]
 
-The trace holds ``--steps`` steps, of which the last is drawn: kernels and copies of every stream
-over time, and above it what share of the step each kind took. With ``--from`` and ``--to`` a part
-of it, in microseconds.
+The trace has ``--steps`` steps, of which the last is plotted: kernels and copies of every stream
+over time, and above them the share of the step for each kind. ``--from`` and ``--to`` select a part
+of the step, in microseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--steps", type=int, default=5, help="that the trace holds")
+    parser.add_argument("--steps", type=int, default=5, help="number of steps in the trace")
     parser.add_argument("--from", dest="start", type=float, default=0.0, metavar="US")
     parser.add_argument("--to", dest="stop", type=float, metavar="US")
     parser.add_argument("--title", default="")

@@ -1,15 +1,19 @@
-"""The README's table of what works, made from runs.
+"""Make the README's table of what works, from runs.
 
     torchrun --nproc-per-node 2 tools/support_table.py run cpu    # also: run cuda
     python tools/support_table.py write
 
-``run`` tries every feature with every backend of a device, forward and backward, against float64
-on the whole sequence, and keeps what happened in ``tools/results/support_<device>.json``. A cell
-is "yes" if that kernel ran and its error is at most 1.3 times the same kernel's on one device,
-"math" if the call went to the math backend and was right, "1.84x efficient" for another ratio (at
-most 3) where one device refuses that kernel the call and took another, "raises" for a
-ContextParallelError, "torch" if the call was left to torch, "WRONG" otherwise. ``write``
-puts the table into the README.
+``run`` tries every feature with every backend of a device, forward and backward, against float64 on
+the whole sequence, and saves the outcomes in ``tools/results/support_<device>.json``. ``write``
+puts the table into the README. A cell is
+
+- "yes" if that kernel ran and its error is at most 1.3 times the same kernel's on one device;
+- "math" if the call went to the math backend and was right;
+- a ratio such as "1.84x efficient" (at most 3) if one device does not run the call with that kernel
+  and was compared with another one;
+- "raises" for a ContextParallelError;
+- "torch" if the call was left to torch;
+- "WRONG" otherwise.
 """
 
 from __future__ import annotations

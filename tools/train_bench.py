@@ -1,17 +1,19 @@
-"""Train a whole Llama over ranks: this project against torch's own context parallel, in one run.
+"""Train a whole Llama on several ranks: this project against torch's own context parallel.
 
     torchrun --nproc-per-node 4 tools/train_bench.py --tokens 131072
 
-The model has the shape of Llama 3.2 1B: FSDP2 with master weights in float32, compiled blocks,
-checkpoints, AdamW. Every way starts from the same weights, sees the same data in torch's default
-order (head-tail), and puts its ``context_parallel(...)`` around forward and backward; nothing else
-differs but what can be compiled. Torch's attention cannot be, through this API, so it stays eager
-between the two compiled parts of a block (``torch-whole`` tries none the less); ``ours-parts`` is
-compiled like that, too. Torch's ranks pass keys by its default, allgather.
+The model has the shape of Llama 3.2 1B, with FSDP2, master weights in float32, compiled blocks,
+activation checkpointing and AdamW. Every way starts from the same weights, sees the same data in
+torch's default order (head-tail), and runs forward and backward inside its
+``context_parallel(...)``. Only what is compiled differs. Torch's attention cannot be compiled
+through this API, so it stays eager between the two compiled parts of a block (``torch-whole`` tries
+to compile it anyway); ``ours-parts`` is compiled in the same two parts. Torch's ranks exchange keys
+by its default, allgather.
 
-A step's time is the slowest rank's median after ``--warmup`` steps, which run back to back; memory
-is the peak after them. The exit status is 1 where losses, or the first gradients of attention, are
-not equal up to the dtype's noise (``NOISE``), or a way of ours fails but for memory.
+A step's time is the median on the slowest rank after ``--warmup`` steps; all steps run back to
+back. Memory is the peak after the warmup. The exit status is 1 if losses or the first gradients of
+attention differ by more than the dtype's noise (``NOISE``), or if a way of ours fails for another
+reason than memory.
 """
 
 from __future__ import annotations
@@ -87,18 +89,22 @@ WAYS = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", action="append", choices=WAYS, help="default: ours, torch")
-    parser.add_argument("--tokens", type=int, default=131072, help="of all ranks")
+    parser.add_argument("--tokens", type=int, default=131072, help="over all ranks")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"))
     parser.add_argument("--ffn", type=int, help="default: 4 times --dim")
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--chunk", type=int, default=2048, help="rows that have logits at a time")
+    parser.add_argument(
+        "--chunk", type=int, default=2048, help="rows whose logits are in memory at a time"
+    )
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=2, help="of these steps")
+    parser.add_argument("--warmup", type=int, default=2, help="how many of --steps are warmup")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=NOISE, default="bfloat16", help="of the computation")
+    parser.add_argument(
+        "--dtype", choices=NOISE, default="bfloat16", help="dtype of the computation"
+    )
     parser.add_argument("--kernel", choices=KERNELS, help="default: cudnn; on CPU torch's choice")
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--no-compile", action="store_true")

@@ -1,7 +1,7 @@
 """The model and the data of ``train_bench.py``: a Llama with tied embeddings, sharded by FSDP2.
 
-Its blocks take and return this rank's rows. What a way of context parallelism can compile decides
-how a block is compiled: as one graph, or as the two parts before and after attention.
+Its blocks take and return this rank's rows. A block is compiled as one graph or as the two parts
+before and after attention, whichever the way of context parallelism supports.
 """
 
 from __future__ import annotations

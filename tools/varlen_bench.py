@@ -1,15 +1,17 @@
-"""Time ``varlen_attn`` over ranks: one GPU, this project, and keys gathered by hand, in one run.
+"""Time sharded ``varlen_attn``: one GPU, this project, and keys gathered by hand.
 
     torchrun --nproc-per-node 4 tools/varlen_bench.py --tokens 8192 --tokens 32768
 
-Causal packed documents. "kept" is (one GPU's time for the whole sequence / ranks) / time, with the
-same kernel and the same documents in the same run; "sent" is what the rank that sends most gives to
-others in a forward. Torch has no context parallelism for ``varlen_attn``: "gathered by hand" is
-what users write, an all-gather of all keys and values and one call for this rank's rows, whose
-backward is a reduce-scatter (as Llama 3 was trained, arXiv:2407.21783, section 3.3.2).
-Times are those of ``tools/bench.py``. Without GPUs it runs our ways alone, which is a try of the
-program and no measurement. The JSON of GPUs goes to ``tools/results/`` unless ``--out`` says
-otherwise.
+The documents are packed and causal. "kept" is (one GPU's time for the whole sequence / ranks) /
+time, with the same kernel and the same documents in the same run. "sent" is the amount that the
+rank with the most traffic sends in a forward. Torch has no context parallelism for ``varlen_attn``.
+"gathered by hand" is what users write instead: an all-gather of all keys and values, and one call
+for this rank's rows, whose backward is a reduce-scatter (as Llama 3 was trained, arXiv:2407.21783,
+section 3.3.2).
+
+Times are measured as in ``tools/bench.py``. Without GPUs only our own implementations run, which
+tests the program and measures nothing. Results of GPUs go to a JSON file in ``tools/results/``,
+unless ``--out`` is given.
 """
 
 from __future__ import annotations
@@ -46,14 +48,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("H", "HKV"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(
-        "--document-mean", type=int, action="append", help="tokens, 4096 unless set"
+        "--document-mean", type=int, action="append", help="mean length in tokens (default: 4096)"
     )
-    parser.add_argument("--window", type=int, help="tokens that a row sees; all unless set")
+    parser.add_argument("--window", type=int, help="tokens that a row sees (default: all)")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="back to back in a timed round")
+    parser.add_argument("--steps", type=int, default=5, help="steps per timed round, back to back")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--only", action="append", help="implementations whose names hold this")
+    parser.add_argument(
+        "--only", action="append", help="run only implementations whose name contains this"
+    )
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     args.cuda_graph = False  # documents are read on the host

@@ -1,7 +1,7 @@
-"""One file per attention kernel: one block forward, one block backward, no communication.
+"""Backends: one file per attention kernel, with one block forward and backward, no communication.
 
-To add a backend, write a module with a :class:`Backend` and name it in ``BACKENDS``; its ops,
-fakes, autograd and DTensor rules follow from the entry.
+To add a backend, write a module with a :class:`Backend` and add it to ``BACKENDS``. Its ops, fakes,
+autograd and DTensor rules are derived from the entry.
 """
 
 from cp_dispatch.backends.base import Backend, wide_dtype

@@ -1,4 +1,4 @@
-"""What a schedule asks of a kernel, and what kernels share."""
+"""``Backend``, the interface between schedules and kernels, and helpers that kernels share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from cp_dispatch.backends.parts import cut, few_heads, parts_of
 from cp_dispatch.merge import token_major
 
-#: Blocks of a CUDA grid in its second and third dim.
+#: The largest number of blocks of a CUDA grid in its second and third dim.
 CUDA_GRID = 65535
 
 
@@ -22,24 +22,24 @@ class Backend:
 
     Blocks are ``(B, H, S, D)`` with any strides. A causal block is square (see Note [Tiles] in
     ``layouts/tiles.py``). The logsumexp is always ``(B, H, S)``, natural log, in
-    :meth:`logsumexp_dtype`, -inf for a row without keys; what a kernel does otherwise is put
-    right here.
+    :meth:`logsumexp_dtype`, -inf for a row without keys. A backend corrects what its kernel does
+    differently.
     """
 
     #: Key in ``BACKENDS`` and part of the op's name, ``ring_<name>_attention``.
     name: ClassVar[str]
-    #: What ``torch.nn.attention.sdpa_kernel`` calls it.
+    #: Its name in ``torch.nn.attention.sdpa_kernel``.
     sdp_backend: ClassVar[SDPBackend]
-    #: Device types whose fused choice may name it.
+    #: Device types on which torch may choose it.
     devices: ClassVar[tuple[str, ...]]
     #: The head dim is padded with zeros to a multiple of this, as torch does for the kernel.
     head_dim_multiple: ClassVar[int] = 1
-    #: Whether the kernel takes dropout factors, and gives the gradient of a bias.
+    #: Whether the kernel supports dropout factors, and computes the gradient of a bias.
     takes_dropout: ClassVar[bool] = False
     mask_gradient: ClassVar[bool] = False
     #: Whether it takes a bias of another dtype than the query's.
     takes_any_bias: ClassVar[bool] = False
-    #: Whether values must have the query's head dim. (Of kernels for CUDA torch's own check tells.)
+    #: Whether values must have the query's head dim. (For CUDA kernels torch's own check says so.)
     one_head_dim: ClassVar[bool] = False
     #: Whether a call holds the scores of its whole block.
     holds_scores: ClassVar[bool] = False
@@ -47,7 +47,7 @@ class Backend:
     grouped_heads: ClassVar[bool] = True
     #: Whether it has :meth:`prefix_forward`: a causal mask that ends at the bottom right.
     takes_prefixes: ClassVar[bool] = False
-    #: The most rows of the batch, and the most heads, of one kernel call: sizes of a CUDA grid.
+    #: The largest batch size, and the largest number of heads, of one kernel call (a CUDA grid).
     largest_grid: ClassVar[int | None] = None
     #: The most bytes that a backward kernel of grouped heads may take for itself: dK and dV of each
     #: query head, before they are added up, and dQ in float32. It is called for some key heads at a
@@ -82,7 +82,7 @@ class Backend:
         extra = (dropout,) if self.takes_dropout else ()
         out, lse = self._forward(query, key, value, bias, causal, scale, *extra)
         if mask is not None:
-            # Kernels differ on rows that see no key; the merge wants 0 and -inf.
+            # Kernels differ on rows that see no key; the merge expects 0 and -inf.
             blind = ~_visible(mask)
             out = out.masked_fill(blind, 0.0)
             lse = lse.masked_fill(blind.squeeze(-1), -torch.inf)
@@ -143,8 +143,8 @@ class Backend:
         return dq, dk, dv, rest[0] if mask_grad else None
 
     def prefix_lengths(self, batch: int, prefixes: Sequence[tuple[int, int]], device: torch.device):
-        """What calls of :meth:`prefix_forward` and its backward on one stream may share, for as
-        many batch rows; None if there is no such thing."""
+        """What calls of :meth:`prefix_forward` and its backward on one stream can share, for the
+        same number of batch rows; None if there is nothing to share."""
         return None
 
     def prefix_forward(
@@ -156,11 +156,12 @@ class Backend:
         scale: float,
         lengths=None,
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of runs of rows, each with keys of its own.
+        """Output and logsumexp of runs of rows, each with its own keys.
 
-        ``prefixes`` has ``(rows, keys)`` of each run; rows of the query and keys of the runs follow
-        each other. A run's causal mask ends at the bottom right: its last row sees all its keys.
-        ``lengths``: what :meth:`prefix_lengths` gave. Only where ``takes_prefixes``.
+        ``prefixes`` has ``(rows, keys)`` of each run; the query has the rows of all runs one after
+        the other, and so has the key. A run's causal mask ends at the bottom right: its last row
+        sees all its keys. ``lengths`` is the result of :meth:`prefix_lengths`. Only for backends
+        with ``takes_prefixes``.
         """
         raise NotImplementedError
 
@@ -190,8 +191,8 @@ class Backend:
     def output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype of the op's output for inputs of ``dtype``.
 
-        Of the inputs, unless rounding the output before the backward would cost accuracy that
-        the kernel has on one device; then the caller casts, after what autograd saves.
+        That of the inputs, unless rounding the output before the backward would lose accuracy that
+        the kernel has on one device. Then the caller casts, after autograd has saved the output.
         """
         return dtype
 
@@ -230,13 +231,13 @@ def _visible(mask: Tensor) -> Tensor:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it starts in the middle of 16 bytes, as a contiguous tile of a larger
-    tensor can; kernels read as many at a time."""
+    """The tensor, copied if its start is not aligned to 16 bytes, as that of a contiguous tile of a
+    larger tensor may be. Kernels read 16 bytes at a time."""
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def repeat_heads(tensor: Tensor, groups: int) -> Tensor:
-    """Every key/value head once for each of its query heads, ``(B, Hkv * groups, S, D)``."""
+    """Repeat every key/value head for each of its query heads, ``(B, Hkv * groups, S, D)``."""
     return tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor
 
 

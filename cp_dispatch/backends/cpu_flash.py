@@ -31,8 +31,8 @@ class CpuFlash(Backend):
         )  # fmt: skip
 
 
-# The kernel adds up dK and dV in the inputs' dtype over blocks of rows, which are smaller for fewer
-# rows than this. A shard's rows are fewer than all of one device, whose error would be passed.
+# The kernel sums dK and dV in the inputs' dtype over blocks of rows, which are smaller for fewer
+# rows than this. A shard has fewer rows than one device, so its error would be larger.
 _SHORT = 768
 
 

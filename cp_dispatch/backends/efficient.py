@@ -50,7 +50,7 @@ class Efficient(Backend):
 
 
 def _heads_side_by_side(output):
-    """The output as the kernel takes it to lie: a row's heads one after the other."""
+    """The output in the memory order that the kernel assumes: a row's heads one after the other."""
     rows = output.transpose(1, 2)
     return output if rows[0].is_contiguous() else rows.contiguous().transpose(1, 2)
 

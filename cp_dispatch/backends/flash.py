@@ -89,7 +89,7 @@ _coins: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def _no_coins(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The random state of a call without dropout, which the kernel does not read."""
+    """A placeholder for the random state of a call without dropout, which is not read."""
     found = _coins.get(device)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
@@ -115,7 +115,7 @@ def _packed(tensor: Tensor) -> Tensor:
 def _lengths(batch: int, prefixes: Sequence[tuple[int, int]], device: torch.device):
     """Where sequences of queries and keys start, int32, and the longest of each.
 
-    Kept on the host alone, for the reason that layouts/select.py tells.
+    Cached only on the host, for the reason given in layouts/select.py.
     """
     longest = tuple(map(max, zip(*prefixes, strict=True)))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Attention in plain matrix products: the reference, for every device and dtype."""
+"""Attention from plain matrix products: the reference backend, for every device and dtype."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ class Math(Backend):
     """Computes in float32 for 16-bit inputs, as torch's math kernel does, and in the inputs'
     dtype otherwise.
 
-    The output and the logsumexp are float64. The backward takes probabilities and their mean
-    gradient from them, where torch's kernel keeps the probabilities; their rounding would cost
-    up to 1.8 times one device's error in float32.
+    The output and the logsumexp are float64. The backward recomputes probabilities and their mean
+    gradient from them, whereas torch's kernel keeps the probabilities. Rounded to float32, they
+    would cause up to 1.8 times the error of one device.
     """
 
     name = "math"
@@ -51,8 +51,8 @@ class Math(Backend):
         correction = (grad_output.double() * output.double()).sum(-1, keepdim=True)
         query, key, value = _widen(query, key, value)
         grad_output, correction = grad_output.to(query.dtype), correction.to(query.dtype)
-        # exp(score - logsumexp), with the small difference in float32 and the rest, one number a
-        # row, in float64: as exact as the softmax of one device.
+        # exp(score - logsumexp): the small difference in float32, the rest, one number per row, in
+        # float64. This is as exact as the softmax of one device.
         scores = _scores(query, key, bias, causal, scale)
         largest = _largest(scores)
         share = torch.exp(largest.double() - logsumexp.unsqueeze(-1)).to(query.dtype)
@@ -71,7 +71,7 @@ class Math(Backend):
 
 
 def _largest(scores: Tensor) -> Tensor:
-    """The largest score of each row; 0 for a row without keys, for -inf + inf would be NaN."""
+    """The largest score of each row; 0 for a row without keys, since -inf + inf would be NaN."""
     largest = scores.amax(-1, keepdim=True)
     return largest.masked_fill(largest == -torch.inf, 0.0)
 

@@ -1,9 +1,9 @@
-"""Query heads of one key head as rows of one head, ``(B, Hkv, S * groups, D)``.
+"""Packs the query heads of one key head into rows of one head, ``(B, Hkv, S * groups, D)``.
 
-A backward kernel gives every query head its own dK and dV and adds them up afterwards, which takes
-as much memory as keys and values of all query heads. To rows it does not matter which head they
-come from where no mask tells them apart: packed, a key head's gradient is one sum, for copies of
-what has the queries' rows.
+A backward kernel computes separate dK and dV for every query head and sums them afterwards, which
+takes as much memory as keys and values for all query heads. Without a mask, rows of different heads
+can be treated alike. Packed, a key head's gradient is a single sum; the price is copies of the
+tensors with the queries' rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ LEAST_SAVED = 2**26
 
 
 def saved_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """What a backward of ``query (B, H, Sq, D)`` over ``key`` and ``value (B, Hkv, Sk, D)`` would
-    hold less: dK and dV of every query head, but for copies of query, output and both gradients."""
+    """Bytes that packing saves in a backward of ``query (B, H, Sq, D)`` over ``key`` and ``value
+    (B, Hkv, Sk, D)``: dK and dV of every query head, minus copies of query, output and both
+    gradients."""
     batch, heads, rows, dim = query.shape
     if heads == key.size(1):
         return 0
@@ -32,7 +33,7 @@ def saved_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def packed(tensors: Sequence[Tensor], key_heads: int) -> list[Tensor]:
-    """``(B, H, S, ...)`` as ``(B, Hkv, S * groups, ...)``, in one piece each."""
+    """``(B, H, S, ...)`` as contiguous ``(B, Hkv, S * groups, ...)``."""
     rows = [x.unflatten(1, (key_heads, -1)).transpose(2, 3) for x in tensors]
     found = [x.new_empty(x.shape) for x in rows]
     copy_rows(found, rows, None, [0] * len(rows), False)
@@ -40,7 +41,7 @@ def packed(tensors: Sequence[Tensor], key_heads: int) -> list[Tensor]:
 
 
 def unpacked(tensor: Tensor, heads: int) -> Tensor:
-    """The way back: ``(B, H, S, D)``, token-major."""
+    """The inverse of :func:`packed`: ``(B, H, S, D)``, token-major."""
     batch, key_heads, rows, dim = tensor.shape
     groups = heads // key_heads
     result = token_major(batch, heads, rows // groups, dim, like=tensor)

@@ -1,4 +1,4 @@
-"""Kernel calls that are larger than a grid, or would take too much room, in parts."""
+"""Splits kernel calls that exceed a CUDA grid, or that would take too much memory, into parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cp_dispatch.errors import ContextParallelError
 if TYPE_CHECKING:
     from cp_dispatch.backends.base import Backend
 
-#: Queries times keys, of all heads, of a kernel call to which its beginning and end matter little.
-#: With half the room for them a gather by cuDNN on 4 H200s took 2.5% longer, forward and backward,
-#: at 8k tokens each, where calls are shorter than this, and 0.3% at 32k.
+#: Queries times keys, over all heads, from which on the start and end of a kernel call cost little.
+#: With half the memory for a call, a gather by cuDNN on 4 H200s took 2.5% longer, forward and
+#: backward, at 8k tokens each, where calls are shorter than this, and 0.3% at 32k.
 LONG_PART = 2**31
 
 
 class Part(NamedTuple):
-    """Key rows ``[start, start + length)`` of ``dim``, batch or heads, and ``groups`` times as
-    many of whatever has the query's heads."""
+    """Batch rows or key heads ``[start, start + length)`` of ``dim``, and ``groups`` times as many
+    of tensors with the query's heads."""
 
     dim: int
     start: int
@@ -42,7 +42,7 @@ def cut(part: Part, query: Tensor, key: Tensor, value: Tensor, *like_query: Tens
 
 
 def parts_of(backend: Backend, query: Tensor, key: Tensor) -> list[Part] | None:
-    """How to cut a call that is larger than a grid: along the batch, then along the heads."""
+    """How to split a call that is larger than a CUDA grid: along the batch, then along heads."""
     limit = backend.largest_grid
     if limit is None or (query.size(0) <= limit and query.size(1) <= limit):
         return None
@@ -51,7 +51,7 @@ def parts_of(backend: Backend, query: Tensor, key: Tensor) -> list[Part] | None:
     groups = query.size(1) // key.size(1)
     if groups > limit:
         raise ContextParallelError(
-            f"{backend.name} takes at most {limit} query heads for a key head, got {groups}; "
+            f"{backend.name} supports at most {limit} query heads per key head, got {groups}; "
             "allow the math kernel"
         )
     step = limit // groups
@@ -59,7 +59,7 @@ def parts_of(backend: Backend, query: Tensor, key: Tensor) -> list[Part] | None:
 
 
 def few_heads(backend: Backend, query: Tensor, key: Tensor, value: Tensor) -> list[Part] | None:
-    """How to cut a backward of grouped heads whose kernel would take too much room."""
+    """How to split a backward of grouped heads whose kernel would take too much memory."""
     groups, heads = query.size(1) // max(1, key.size(1)), key.size(1)
     if backend.largest_workspace is None or groups < 2:
         return None

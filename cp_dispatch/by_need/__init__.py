@@ -1,1 +1,1 @@
-"""Keys go to the ranks whose rows need them: what ``flex_attention`` and ``varlen_attn`` share."""
+"""Sends keys only to ranks that need them; shared by ``flex_attention`` and ``varlen_attn``."""

@@ -1,4 +1,4 @@
-"""What is worked out of tensors, kept for as long as they live and stay as they are."""
+"""Caches results computed from tensors for as long as these live and are not modified."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MAX_KEPT = 64
 class Kept:
     """Results by the identity of tensors: their storages, versions and views of them.
 
-    Models call attention once a layer with one mask, and compiled graphs hand an op the same
-    memory in other tensor objects, so identity is that of the storage. Mostly it is the same
-    objects, though, and ops ask at every call: those are looked up first, which is quicker.
+    Models call attention once per layer with the same mask, and compiled graphs pass an op the same
+    memory in different tensor objects, so identity is that of the storage. Usually the objects are
+    the same too, and ops ask at every call, so these are looked up first, which is faster.
     """
 
     def __init__(self):
@@ -80,8 +80,8 @@ class Kept:
 
 
 class KeptByAll:
-    """What ranks told each other of tensors, kept for as long as their memory lives: on a rank
-    where it went before, that would ask again and wait for others that know."""
+    """What ranks exchanged about tensors, kept for as long as the tensors' memory lives. A rank
+    that dropped it earlier would start an exchange in which the others take no part."""
 
     def __init__(self):
         self._of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -110,7 +110,7 @@ class KeptByAll:
 
 
 def _is_uncounted(x: Tensor) -> bool:
-    """Whether nobody counts the versions of a tensor."""
+    """Whether a tensor has no version counter."""
     return x.is_inference() or is_of_replays(x)
 
 

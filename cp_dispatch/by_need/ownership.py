@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank holds, and where they lie in its shard."""
+"""``Ownership``: which positions of a sequence each rank holds, and where in its shard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cp_dispatch.layouts import Span, chunk_spans, from_text
 class Ownership:
     """One sequence of ``length`` positions over the ranks of ``ring_shape``.
 
-    ``layout`` is the text of a balancer, "" for natural order. A *lane* is a set of batch rows
-    that lie alike: there is one for all, or, in a layout with rows of its own, one for each;
-    ``batch``, the first batch row and their number, says which ones.
+    ``layout`` is the text of a balancer, "" for natural order. A *lane* is a set of batch rows with
+    the same order. There is one lane for all rows or, if the layout differs by batch row, one for
+    each; ``batch``, the first batch row and their number, says for which ones.
     """
 
     length: int
@@ -62,8 +62,8 @@ def ownership(
 
 
 def lanes_of(first: int, batch: int) -> tuple[int, int]:
-    """``batch`` of an :class:`Ownership` in a layout with rows of its own. A rank without batch
-    rows has one lane all the same, any row's."""
+    """``batch`` of an :class:`Ownership` in a layout that differs by batch row. A rank without
+    batch rows still has one lane, that of an arbitrary row."""
     return (first, batch) if batch else (0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What plans of ``flex_attention`` and ``varlen_attn`` share."""
+"""What the plans of ``flex_attention`` and ``varlen_attn`` have in common."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from cp_dispatch.errors import ContextParallelError
 
 
 class PlanByNeed:
-    """A mixin of plans with ``handler``, ``schedule``, ``layout``, ``ring_shape``, ``rows_sent``,
-    ``key_row_bytes``, ``reasons`` and ``call``."""
+    """A mixin for plans that have ``handler``, ``schedule``, ``layout``, ``ring_shape``,
+    ``rows_sent``, ``key_row_bytes``, ``reasons`` and ``call``."""
 
     @property
     def world_size(self) -> int:
@@ -17,9 +17,9 @@ class PlanByNeed:
         return math.prod(self.ring_shape)
 
     def bytes_sent(self, rank: int) -> int | None:
-        """Bytes of keys and values that ``rank`` sends in a forward; a backward sends as many
-        again, and gives back the gradients of what it got. None without a look at what needs
-        them: the mask, or the documents."""
+        """Bytes of keys and values that ``rank`` sends in a forward. A backward sends them again,
+        and returns the gradients of what the rank received. None if the mask or the documents,
+        which determine this, were not read."""
         return None if self.rows_sent is None else self.rows_sent[rank] * self.sent_row_bytes
 
     @property
@@ -28,7 +28,7 @@ class PlanByNeed:
         return self.key_row_bytes
 
     def error(self) -> ContextParallelError:
-        """Of a plan that is refused."""
+        """The error for a refused call."""
         return ContextParallelError(str(self))
 
     @property
@@ -40,7 +40,7 @@ class PlanByNeed:
         return [f"  - {reason}" for reason in self.reasons]
 
     def _head(self, function: str) -> list[str]:
-        """What is handled how, and in which order the shards lie."""
+        """The first lines of a report: what is handled and how, and the order of the shards."""
         lines = [
             f"handled by cp_dispatch: {function}, {self.schedule} over {self.world_size} ranks"
         ]
@@ -49,10 +49,10 @@ class PlanByNeed:
         return [*lines, *self._given]
 
     def _words_of_others(self, function: str) -> str | None:
-        """The plan in words where cp_dispatch does not handle the call."""
+        """The plan in words if cp_dispatch does not handle the call, else None."""
         if self.handler == "refused":
             head = f"cp_dispatch does not support this {function} call."
             return "\n".join([head, "  given:", *self._given, "  refused because:", *self._why])
         if self.handler == "stock":
-            return "\n".join(["handled by torch as it is", *self._given, *self._why])
+            return "\n".join(["handled by unmodified torch", *self._given, *self._why])
         return None

@@ -1,4 +1,4 @@
-"""Some rows of a tensor."""
+"""Selects some rows of a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_RUNS = 4
 
 
 class Selector:
-    """Some rows of a tensor: as slices, where they are few runs, else by an index."""
+    """Some rows of a tensor: by slices if they are few runs, else by an index."""
 
     def __init__(self, spans: tuple[Span, ...], device: torch.device):
         self._spans = spans

@@ -1,12 +1,12 @@
-"""``python -m cp_dispatch calibrate``: measure the constants of a kind of GPU.
+"""``python -m cp_dispatch calibrate``: measures the constants of a kind of GPU.
 
     torchrun --nproc-per-node 4 -m cp_dispatch calibrate
 
 Runs on all GPUs of one host, takes a few minutes, and writes ``cp_dispatch/costs/<kind>.json``.
-``--host`` measures only what a call costs this host, in half a minute, and keeps the rest.
+``--host`` measures only the time a call takes on this host, in half a minute, and keeps the rest.
 
-Each number is the median of rounds on the slowest rank, by CUDA events (on CPU by the host's
-clock).
+Each number is the median of several rounds on the slowest rank, timed with CUDA events (on CPU with
+the host's clock).
 """
 
 from __future__ import annotations
@@ -259,10 +259,11 @@ def _slowdown(ring: Ring, backend, clock: Clock) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=pathlib.Path, help="default: in the package")
-    words = "only what calls cost this host, in half a minute; kernels and moves stay as measured"
+    words = "file for the constants (default: in the package)"
+    parser.add_argument("-o", "--output", type=pathlib.Path, help=words)
+    words = "measure only the host time of calls, in half a minute; keep kernels and moves as measured"
     parser.add_argument("--host", action="store_true", help=words)
-    words = "a few small sizes: a try, no result; with -o"
+    words = "measure a few small sizes only, as a test of the command; needs -o"
     parser.add_argument("--quick", action="store_true", help=words)
 
 
@@ -270,19 +271,19 @@ def run(arguments: argparse.Namespace) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks < 2:
         raise ContextParallelError(
-            f"calibrate measures what ranks send each other, and there is {ranks}; run it on all "
-            "GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
+            f"calibrate measures transfers between ranks, but the world size is {ranks}; run it on "
+            "all GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
         )
     cuda = torch.cuda.is_available()
     if not cuda and not arguments.quick:
         raise ContextParallelError(
-            "calibrate measures GPUs, and torch sees none; on CPU it would take hours, and nothing "
-            "is predicted there. --quick -o FILE tries it"
+            "calibrate measures GPUs, but torch sees none; on CPU it would take hours, and nothing "
+            "is predicted for CPU. To test the command, use --quick -o FILE"
         )
     if arguments.quick and arguments.output is None:
         raise ContextParallelError(
-            'what --quick measures is no result, and in the package "auto" would go by it; name a '
-            "file, -o FILE"
+            '--quick does not measure usable constants, and "auto" would use them if they were in '
+            "the package; pass a file, -o FILE"
         )
     dist.init_process_group("nccl" if cuda else "gloo")
     try:

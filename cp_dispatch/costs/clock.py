@@ -1,4 +1,4 @@
-"""What measurements share: a clock for all ranks, and tensors."""
+"""Helpers for measurements: a clock across all ranks, and input tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensor(device, *shape: int) -> torch.Tensor:
 
 
 def inputs(device, length: int, dim: int, heads: int = HEADS) -> list[torch.Tensor]:
-    """query, key, value, grad_output, token-major; as many query heads for a key head as ever."""
+    """query, key, value, grad_output, token-major, with the usual query heads per key head."""
     key_heads = heads * KEY_HEADS // HEADS
     return [
         tensor(device, 1, length, h, dim).transpose(1, 2)

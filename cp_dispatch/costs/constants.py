@@ -1,4 +1,4 @@
-"""Constants of one kind of GPU, as measured, and where they are kept."""
+"""``Constants``: the measured constants of one kind of GPU, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ KERNELS = ("forward", "backward", "forward causal", "backward causal")
 
 
 class Curve:
-    """Seconds over some amount, between measured points a power law.
-
-    Below the first point as long as there, beyond the last one in proportion.
-    """
+    """Seconds as a function of some amount: a power law between measured points, constant below the
+    first one, proportional beyond the last one."""
 
     def __init__(self, points):
         self.points = tuple(sorted((float(x), float(y)) for x, y in points))
@@ -81,8 +79,8 @@ class Constants:
     slowdown: float
 
     def kernel(self, backend: str, dim: int, name: str, heads: float, flops: float) -> float:
-        """Seconds of one call, between the numbers of heads that were measured linear in the blocks
-        of a head that there are for each of the GPU's processors."""
+        """Seconds of one call. Between measured numbers of heads it is interpolated linearly in the
+        number of heads' blocks per processor of the GPU."""
         by_heads = self.kernels[backend][dim]
         few = max((n for n in by_heads if n <= heads), default=min(by_heads))
         many = min((n for n in by_heads if n >= heads), default=max(by_heads))
@@ -96,8 +94,9 @@ class Constants:
         return max(seconds, by_heads[max(by_heads)][name](flops))
 
     def floor(self, schedule: str, direction: str, ranks: int) -> float:
-        """The median over backends, whose calls cost the host less than its moods do; of each the
-        line through the two points with most ranks, never a falling one, or the one there is."""
+        """The median over backends, which differ less than repeated measurements do. For each
+        backend: the line through the two points with the most ranks, never a falling one, or the
+        only point."""
         found = [
             _line(sorted(schedules[schedule][direction]), ranks)
             for schedules in self.floors.values()
@@ -153,7 +152,7 @@ class Constants:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContextParallelError(
-                f"these are not constants as `python -m cp_dispatch calibrate` writes them: {error}"
+                f"this is not a file of constants from `python -m cp_dispatch calibrate`: {error}"
             ) from error
 
 
@@ -168,7 +167,7 @@ def kind_of(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
-#: Kinds that are as fast as a measured one until somebody measures them. For 32,768 causal tokens
+#: Kinds that count as fast as a measured one until they are measured. For 32,768 causal tokens
 #: one H100 of 80 GB took 14.4 and 55.3 ms (cuDNN, forward and with backward), 25.3, 94.1 (flash),
 #: one H200 15.1, 57.2, 25.6 and 94.5 (tools/results, 4xh100- and 4xh200-causal-8k).
 SIBLINGS = {"nvidia-h100-80gb-hbm3": "nvidia-h200"}
@@ -186,7 +185,7 @@ def constants_of(kind: str) -> Constants | None:
 
 @functools.cache
 def digest_of(kind: str) -> str | None:
-    """A few letters that tell constants of a kind apart, for every host has a file of its own."""
+    """A short digest of the constants of a kind, because every host has its own file."""
     constants = constants_of(kind)
     if constants is None:
         return None

@@ -1,4 +1,4 @@
-"""Calls with next to no work: the host's time and all latencies."""
+"""Measures calls with almost no work, whose time is that of the host and of latencies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WISHES = ("natural_ring", "mirrored_ring", "gather", "one_call", "ulysses", "hyb
 
 
 def measure_floors(ranks: int, backends, dim: int, clock: Clock, passes: int) -> dict:
-    """Calls with next to no work, on all ranks and, side by side, on both halves of them.
+    """Measure calls with almost no work, on all ranks and, concurrently, on each half of them.
 
-    A host is faster at some times than at others, for longer than a measurement takes. So all are
-    measured one after the other, several times: the median of ``passes``.
+    A host is faster at some times than at others, for longer than one measurement takes. So all
+    calls are measured in turn, in several ``passes``, and the medians are returned.
     """
     halves = [ranks // 2] if ranks % 2 == 0 and ranks > 2 else []
     steps = dict(_steps([*halves, ranks], backends, dim, clock))

@@ -1,9 +1,10 @@
-"""How long a plan's forward and backward take, from the constants of a kind of GPU.
+"""Predicts how long a plan's forward and backward take, from the constants of a kind of GPU.
 
-A schedule is a few phases. In each, kernels of the compute stream and moves of the other one run
-side by side, and the longer one counts; a rank's time is the sum of its phases, and the slowest
-rank's is that of the call. Calls with little work take as long as the host and the latencies: the
-measured floor. What is left out: the fabric's contention between ranks, power limits, other work.
+A schedule consists of a few phases. In each, the kernels of the compute stream overlap with the
+transfers of the other stream, and the longer of the two counts. A rank's time is the sum of its
+phases; the call's is that of the slowest rank. Calls with little work take as long as the host and
+the latencies, the measured floor. The model leaves out contention between ranks, power limits and
+other work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
 
-#: How much longer heads take that are not known calls, as those of the floors are
+#: How much longer head exchanges take that are not known calls, while those of the floors are
 #: (:mod:`~cp_dispatch.schedules.known_heads`): mean of three kernels on 2 and 4 H200s, 2.1 to 2.5
 #: and 1.4 to 1.7.
 WHOLE_WAY = {"forward": 2.2, "backward": 1.5}
@@ -33,8 +34,8 @@ class Prediction(NamedTuple):
 
 
 def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Prediction | None:
-    """Seconds of a plan that cp_dispatch handles; None where no constants say how fast its kernel
-    is, or where it is not one of the schedules between which there is a choice."""
+    """Predicted seconds of a plan that cp_dispatch handles; None if there are no constants for its
+    kernel, or if its schedule is not one of those that can be chosen."""
     kernels = constants.kernels.get(plan.backend, {})
     dim = max(plan.shards[0][3], plan.shards[2][3])
     fitting = sorted(d for d in kernels if d >= dim)
@@ -49,7 +50,7 @@ def predict(plan: Plan, constants: Constants, links: Links | None = None) -> Pre
 
 
 def _host(plan: Plan, constants: Constants, direction: str, is_of_two: bool) -> float:
-    """What the host takes, and latencies; ``is_of_two`` says that the other direction has another
+    """Seconds of the host and of latencies; ``is_of_two``: the other direction has a different
     schedule."""
     floor, schedule = _floor(plan, constants, direction), SCHEDULES[plan.schedule_name]
     if not hasattr(schedule, "messages"):
@@ -62,8 +63,8 @@ def _host(plan: Plan, constants: Constants, direction: str, is_of_two: bool) -> 
 
 
 def _floor(plan: Plan, constants: Constants, direction: str) -> float:
-    """Of a call with next to no work. A hybrid, which two ranks have none of, is both of its
-    schedules."""
+    """Seconds of a call with almost no work. A hybrid, which two ranks cannot run, takes as long as
+    both of its schedules."""
     found = constants.floor(plan.schedule, direction, plan.world_size)
     if found or plan.schedule != "hybrid":
         return found
@@ -74,7 +75,8 @@ def _floor(plan: Plan, constants: Constants, direction: str) -> float:
 
 
 def _looked_at(ranks: int) -> list[int]:
-    """The ranks whose time is added up: all of few; of many, the ends and the middle."""
+    """The ranks whose time is computed: all if they are few, else those at the ends and in the
+    middle."""
     if ranks <= 16:
         return list(range(ranks))
     return [0, 1, ranks // 2, ranks - 2, ranks - 1]

@@ -1,4 +1,4 @@
-"""How long a rank takes with each schedule: the sum of its phases."""
+"""Predicts how long a rank takes with each schedule, as the sum of its phases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _ring(model: Pieces, rank: int) -> float:
 
 
 def _exchange(model: Pieces, rank: int, row: float) -> float:
-    """Halves of a rank's rows with the mirror rank: packed, moved, and put together."""
+    """Seconds of exchanging half a rank's rows with the mirror rank: packing, moving, joining."""
     rows = model.plan.geometry.query_length(rank)
     return model.push(rows * row / 2, "shift") + 2 * model.copy(rows * row)
 
@@ -122,7 +122,7 @@ def _shares(model: Pieces, ranks, owners) -> float:
 
 
 def _until_sent(model: Pieces, rank: int) -> float:
-    """Until a rank has computed its mirror's rows."""
+    """Seconds until a rank has computed its mirror's rows."""
     plan, geometry = model.plan, model.plan.geometry
     shares, others = shares_of(geometry, rank, model.backward), plan.world_size - 1
     if model.pushed:
@@ -136,7 +136,8 @@ def _until_sent(model: Pieces, rank: int) -> float:
 
 
 def _heads(model: Pieces, rank: int) -> float:
-    """Stages of moving there, computing, and moving back: of the middle ones the longer counts."""
+    """Stages of moving there, computing, and moving back. In overlapping phases the longer part
+    counts."""
     plan = model.plan
     schedule = SCHEDULES[plan.schedule_name]
     ranks = schedule.ranks or plan.world_size

@@ -1,4 +1,4 @@
-"""How long the pieces of a plan take: kernels, merges, copies and moves of one direction."""
+"""Predicts the pieces of a plan: kernels, merges, copies and transfers of one direction."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Links:
-    """How ranks are connected: ``node`` of them as those that were measured, and nodes by one link
-    for each rank. For extrapolation; the numbers are the cluster's, not measured."""
+    """How ranks are connected: ``node`` ranks as measured, and nodes by one link per rank. For
+    extrapolation; these numbers describe a cluster and are not measured."""
 
     node: int
     bandwidth: float
@@ -44,18 +44,18 @@ class Pieces:
         self._pairs = 2 * batch * heads * (own_dim + value_dim) * (2.5 if self.backward else 1)
 
     def kernels(self, tiles) -> float:
-        """Of tiles, one call each."""
+        """Seconds of tiles, one kernel call each."""
         return sum(self.kernel(x.query_length, x.key_length, x.causal) for x in tiles)
 
     def kernel(self, rows: int, keys: int, causal: bool, share: float = 1.0) -> float:
-        """Of one call, with a share of the heads."""
+        """Seconds of one kernel call, with a share of the heads."""
         flops = self._pairs * rows * keys * share * (0.5 if causal else 1)
         name = f"{self.direction} causal" if causal else self.direction
         heads = self._heads * share
         return self.constants.kernel(self.plan.backend, self.dim, name, heads, flops)
 
     def merges(self, tiles, first: bool) -> float:
-        """Of what tiles give with what there is already: outputs, or dQ."""
+        """Seconds of merging results of tiles with earlier ones: outputs, or dQ."""
         curve = self.constants.copy if self.backward else self.constants.merge
         row = self.query_row if self.backward else self.output_row
         return sum(curve(tile.query_length * row) for tile in tiles[first:])
@@ -70,11 +70,11 @@ class Pieces:
         return self.plan.owners is None and self.pushes(self.plan.world_size)
 
     def push(self, size: float, otherwise: str) -> float:
-        """Of ``size`` bytes by copy engines, or the collective that is there without them."""
+        """Seconds of moving ``size`` bytes by copy engines, or by the collective otherwise used."""
         return self.move("push" if self.pushed else otherwise, size, self.plan.world_size)
 
     def move(self, name: str, size: float, ranks: int) -> float:
-        """Of ``size`` bytes that reach a rank from ``ranks - 1`` others (a shift: from one)."""
+        """Seconds of moving ``size`` bytes to a rank from ``ranks - 1`` others (a shift: one)."""
         moves = self.constants.moves
         seconds = moves[name](size)
         if size <= 0 or not self._spans_nodes(ranks):
@@ -96,7 +96,7 @@ class Pieces:
         return self.links is not None and ranks > self.links.node
 
     def beside(self, compute: float, moving: float, pushed: bool = False) -> float:
-        """Both at once. Copy engines take nothing from kernels."""
+        """Seconds of both at the same time. Copy engines take nothing from kernels."""
         if not moving or (pushed and self.pushed):
             return max(compute, moving)
         return max(compute + min(compute, moving) * (self.constants.slowdown - 1), moving)

@@ -1,4 +1,4 @@
-"""The debug mode for FlexAttention: do all ranks make the same call, with the same mask?"""
+"""Debug mode for FlexAttention: checks that all ranks make the same call with the same mask."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cp_dispatch.options import Options
 def check_flex_agreement(options: Options, call: FlexCall, scale: float) -> None:
     """Raise on every rank of the mesh if the ranks' calls differ (``CP_DISPATCH_DEBUG=1``).
 
-    A mask of the whole sequence must be the same on every rank, for each works out from it what the
-    others send; so its blocks are compared too.
+    A mask of the whole sequence must be the same on every rank, because each rank derives from it
+    what the others send. So its blocks are compared too.
 
     Raises:
-        ContextParallelError: with what this rank and its peers were given.
+        ContextParallelError: if they do, with the arguments of this rank and of its peers.
     """
     tensors = list(call.tensors.values())
     fits = all(local_shape_fits(x) for x in tensors if hasattr(x, "device_mesh"))
@@ -42,7 +42,7 @@ _OWN = "this rank's"
 
 
 def _rows(options: Options, call: FlexCall) -> str:
-    """Whose rows a mask has, which may be wrong for some ranks alone."""
+    """Which rows a mask has, in words. They may be wrong on some ranks only."""
     plan = make_plan(options, call)
     if plan.handler == "refused":
         return "the call is refused"
@@ -53,7 +53,7 @@ def _rows(options: Options, call: FlexCall) -> str:
 
 
 def _digest(call: FlexCall) -> str:
-    """Of a mask's blocks, where it has those of the whole sequence."""
+    """A digest of a mask's blocks, if it has those of the whole sequence."""
     mask = call.mask
     if mask.lists.kv_num.size(2) != -(-int(mask.lengths[0]) // mask.block_size[0]):
         return _OWN

@@ -1,4 +1,4 @@
-"""One call of ``flex_attention`` on DTensors as data."""
+"""``FlexCall``: the arguments of one ``flex_attention`` call on DTensors as data."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class FlexCall:
         }
 
     def describe(self, own_rows: bool = False) -> str:
-        """The call in one line a tensor, for messages; with ``own_rows`` without the number of rows
-        of blocks, which ranks that have their own need not have in common."""
+        """The call in words, one line per tensor, for messages. With ``own_rows``, without the
+        number of rows of blocks, which may differ between ranks with their own rows."""
         lines = [f"{name}: {describe_tensor(x)}" for name, x in self.tensors.items()]
         blocks = tuple(self.mask.lists.kv_indices.shape)
         if own_rows:

@@ -1,10 +1,11 @@
-"""Tensors that the mods capture: whole and in true order for the kernel, and their gradients.
+"""Prepares tensors that the mods capture for the kernel, and computes their gradients.
 
-A plain tensor, like a replicated DTensor, is the same on every rank. A sharded DTensor is gathered;
-what is sharded over the ranks that share the sequence lies in the layout, if there is one, and is
-put into true order. A gradient is the sum over all ranks that hold different parts of the queries,
-and placed as the tensor is. In a model of plain shards that of a plain tensor is each rank's share
-of the sum, as those of its parameters are, which FSDP and DDP reduce.
+The kernel gets them whole and in natural order. A plain tensor, like a replicated DTensor, is the
+same on every rank. A sharded DTensor is gathered; if it is sharded over the ranks that share the
+sequence, it is in the layout's order and is put into natural order. A gradient is the sum over all
+ranks that hold different parts of the queries, with the placements of the tensor. In a model of
+plain shards, the gradient of a plain tensor is each rank's share of the sum, like those of the
+model's parameters, which FSDP and DDP reduce.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _detached(x: DTensor) -> DTensor:
 
 
 def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
-    """The dim of a captured tensor that lies in the layout, None if none does."""
+    """The dim of a captured tensor that is in the layout's order, None if there is none."""
     if plan.layout is None:
         return None
     dims = {
@@ -65,7 +66,7 @@ def sequence_dim(buffer: DTensor, plan: FlexPlan) -> int | None:
 
 
 def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
-    """To true order (``which`` -1) or to the layout's (-2); of all batch rows."""
+    """Reorder to natural order (``which`` -1) or to the layout's (-2), in all batch rows."""
     every_row = [0, layout.rows, *part[2:]]
     order = torch.ops.cp_dispatch.flex_order(x, layout.text, which, every_row, layout.seq_len)
     if order.size(0) == 1:
@@ -76,11 +77,12 @@ def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
 
 
 def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
-    """``joint_graph``, the gradients of ``score_mod``, or traced anew where torch left what has no
+    """``joint_graph``, the gradients of ``score_mod``, traced again if torch left tensors without
     data in it.
 
-    An uncompiled forward traces it inside of the hooks of a checkpoint around, which put tensors of
-    the trace aside and bring others; gradients were whatever was in memory, as on one device.
+    An uncompiled forward traces it inside the saved-tensor hooks of a checkpoint around, which save
+    tensors of the trace and return different ones. Gradients would be garbage, as they are with
+    torch on one device.
     """
     if is_tracing() or not isinstance(joint_graph, GraphModule):
         return joint_graph
@@ -90,10 +92,11 @@ def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
 
 
 def have_gradients(joint_graph, count: int) -> list[bool]:
-    """Which of so many captured tensors ``score_mod``'s backward has gradients of.
+    """Which captured tensors have gradients in ``score_mod``'s backward.
 
-    Sums over ranks go by it: it is the same on all of them, also on those without rows, and in a
-    trace, where torch up to 2.13 promises a gradient of every tensor and gives None later.
+    It determines the sums over ranks, because it is the same on all of them, also on ranks without
+    rows and in a trace, where torch up to 2.13 announces a gradient for every tensor and returns
+    None later.
     """
     if not isinstance(joint_graph, GraphModule):
         return [True] * count

@@ -1,6 +1,6 @@
-"""What carries groups of heads between ranks: collectives, or copy engines.
+"""Carriers move groups of heads between ranks, by collectives or by copy engines.
 
-A carrier moves on the stream on which it is called, but for what it says of the current one.
+A carrier works on the stream on which it is called, except where it mentions the current stream.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Collectives:
         self._exchange, self._group = exchange, ring.group
 
     def offer(self, key: Tensor, value: Tensor) -> Pairs:
-        """Where this rank's keys and values of a group are to be put besides the buffer, so that
-        others get them; on the current stream."""
+        """Where to put this rank's keys and values of a group, in addition to the buffer, so that
+        other ranks get them; on the current stream."""
         return []
 
     def fetch(self, buffer: Tensor) -> None:
-        """The keys of others that this rank needs to the buffer, which has its own."""
+        """Fetch the keys of other ranks that this rank needs into the buffer, which has its own."""
         self._exchange.fetch(self._group, buffer)
 
     def put_aside(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """What :meth:`give` needs of ``parts``, the gradients of a group's keys of all positions,
-        which it does not look at; on the current stream."""
+        """Save what :meth:`give` needs of ``parts``, the gradients of a group's keys of all
+        positions, because it does not read these; on the current stream."""
         exchange = self._exchange
         rows, sums = kept_wide(exchange, parts, grads)
         shares = exchange.shares[exchange.rank]
@@ -43,7 +43,7 @@ class Collectives:
         return [staged, *sums]
 
     def give(self, aside: list[Tensor], grads: Sequence[Tensor]) -> None:
-        """Shares of gradients to their owners; what all ranks computed of this rank's keys to
+        """Send shares of gradients to their owners, and write the sums for this rank's keys to
         ``grads`` ``(B, H, L, D)``."""
         staged, *sums = aside
         self._exchange.give(self._group, staged, [x.flatten(2).flatten(0, 1) for x in sums])
@@ -53,8 +53,8 @@ class Collectives:
 def kept_wide(
     exchange: Exchange, parts: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts as rows, and sums for what takers add, with what this rank computed of its own keys
-    ``(lanes, L, B / lanes, H, D)``."""
+    """The parts as rows, and wide sums ``(lanes, L, B / lanes, H, D)`` that start with this rank's
+    own shares, to which those of takers are added."""
     lanes = exchange.keys.lanes
     rows = [rows_of(x, lanes) for x in parts]
     sums = []

@@ -1,4 +1,4 @@
-"""Block masks of one rank's rows."""
+"""``create_cp_block_mask()`` and other block masks that cover one rank's rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_dispatch.flex.own_rows import note_order
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.permute import span_indices
 
-# Elements of the mask itself that are made at a time.
+# Elements of the dense mask that exist at a time.
 _AT_ONCE = 2**26
 
 
@@ -31,28 +31,29 @@ def create_cp_block_mask(
     BLOCK_SIZE: int | tuple[int, int] = 128,
     separate_full_blocks: bool = True,
 ) -> BlockMask:
-    """The block mask of this rank's rows, without ever making the mask of the whole sequence.
+    """Create the block mask of this rank's rows, without creating that of the whole sequence.
 
-    For ``flex_attention`` on DTensors that are ``Shard(2)`` over ``mesh``. Takes what
-    ``create_block_mask`` takes; B, H and lengths are global. A rank that uses such a mask does not
-    know what the others need, so they tell each other once for each mask, at its first use.
+    For ``flex_attention`` on DTensors that are ``Shard(2)`` over ``mesh``. Arguments are those of
+    ``create_block_mask``, with global B, H and lengths. With such a mask a rank does not know which
+    keys the others need, so the ranks exchange that once per mask, at its first use.
 
     Args:
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx) -> bool``, of true, global indices.
-        B, H: batch rows and heads that the mask tells apart; None for 1.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx) -> bool``, on global indices in the original order
+            of the sequence.
+        B, H: batch size and number of heads of the mask; None for 1.
         Q_LEN, KV_LEN: global lengths.
-        mesh: the ranks that share the sequence, in one dim or, flattened, in several.
-        layout: the order of the sequence; ``"enabled"``: that of ``cp_dispatch.enable``, None for
-            natural order.
-        device: of the mask; by default the mesh's.
-        BLOCK_SIZE: rows and keys of a block.
+        mesh: the ranks that share the sequence; several dims are flattened.
+        layout: the order of the sequence: a balancer, None for natural order, or ``"enabled"`` for
+            the layout of ``cp_dispatch.enable``.
+        device: the mask's device; by default the mesh's.
+        BLOCK_SIZE: block size of rows and keys, one int or a pair.
         separate_full_blocks: as for ``create_block_mask``.
 
     Returns:
-        A ``BlockMask`` whose lengths are the global ones and whose rows of blocks are this rank's.
+        A ``BlockMask`` with global lengths and this rank's rows of blocks.
 
     Raises:
-        ContextParallelError: where mesh, lengths and layout do not fit.
+        ContextParallelError: if mesh, lengths and layout do not match.
     """
     if layout == "enabled":
         from cp_dispatch.toggle import current_options
@@ -82,7 +83,7 @@ def create_cp_block_mask(
 
 
 def _tables(mask_mod, B, H, place: Tensor, keys: int, q_block: int, kv_block: int):
-    """``(B, H, blocks of rows, blocks of keys)`` bool: with some pair in it, and with all."""
+    """``(B, H, blocks of rows, blocks of keys)`` bool: blocks with some pair, and with all."""
     rows = place.size(1)
 
     def mod(b, h, row, kv_idx):
@@ -98,15 +99,16 @@ def _tables(mask_mod, B, H, place: Tensor, keys: int, q_block: int, kv_block: in
 
 
 def cut_block_mask(mask: BlockMask, mesh: DeviceMesh, layout: Balancer | None) -> BlockMask:
-    """This rank's rows of the mask of a whole sequence; ``.cp_whole`` holds that one."""
+    """This rank's rows of the mask of a whole sequence; ``.cp_whole`` holds the whole mask."""
     lengths = tuple(mask.seq_lengths)
     queries = _owned(mesh, lengths[0], layout, mask.kv_num_blocks.size(0))
     rank, sizes = _rank(mesh), tuple(mask.BLOCK_SIZE)
     rows = -(-lengths[0] // sizes[0])
     if mask.kv_num_blocks.size(2) != rows:
         raise ContextParallelError(
-            f"the BlockMask has {mask.kv_num_blocks.size(2)} rows of blocks, its length "
-            f"{lengths[0]} and block size {sizes[0]} make {rows}; is it a rank's own already?"
+            f"the BlockMask has {mask.kv_num_blocks.size(2)} rows of blocks, but its length "
+            f"{lengths[0]} and block size {sizes[0]} make {rows}; does it already hold one rank's "
+            "rows?"
         )
     blocks = Blocks(*mask.as_tuple()[2:10])
     if queries.world_size > 1:
@@ -117,8 +119,8 @@ def cut_block_mask(mask: BlockMask, mesh: DeviceMesh, layout: Balancer | None) -
 
 
 def of_rows(blocks: Blocks, queries: Ownership, lengths, block_sizes, mask_mod) -> BlockMask:
-    """A ``BlockMask`` of a rank's rows, with as many rows of blocks as that rank has; one more
-    where the whole sequence has as many, so that the two can be told apart."""
+    """A ``BlockMask`` of a rank's rows, with that rank's number of rows of blocks, or one more if
+    the whole sequence has the same number, so that the two can be distinguished."""
     whole = -(-lengths[0] // block_sizes[0])
     if queries.world_size > 1 and blocks.kv_num.size(2) == whole:
         pad = torch.nn.functional.pad
@@ -156,12 +158,13 @@ def _owned(mesh: DeviceMesh, length: int, layout: Balancer | None, batch) -> Own
         )
     if (layout.seq_len, layout.world_size) != (length, mesh.size()):
         raise ContextParallelError(
-            f"{layout} is for {layout.seq_len} positions on {layout.world_size} ranks, the mask "
-            f"for {length} positions, the mesh has {mesh.size()} ranks"
+            f"{layout} is for {layout.seq_len} positions on {layout.world_size} ranks, but the "
+            f"mask is for {length} positions and the mesh has {mesh.size()} ranks"
         )
     if layout.rows > 1 and batch not in (1, None, layout.rows):
         raise ContextParallelError(
-            f"{layout} has a layout for each of {layout.rows} batch rows, the mask is for {batch}"
+            f"{layout} has a layout for each of {layout.rows} batch rows, but the mask is for "
+            f"{batch}"
         )
     return ownership(length, tuple(mesh.shape), layout.text)
 

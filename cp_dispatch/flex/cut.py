@@ -1,18 +1,19 @@
-"""This rank's rows of a block mask.
+"""Cuts this rank's rows out of a block mask.
 
 Note [Cutting]
 ~~~~~~~~~~~~~~
-A rank attends with its rows of queries, in the order of its shard, to keys that lie in true order
-(see Note [Rows in place]). So the columns of the mask stay as the user made them, and only
-its rows are cut. Block t of the rank's rows covers one or several of the user's query blocks::
+A rank attends with its query rows, in the order of its shard, to keys in natural order (see
+Note [Rows in place]). So the columns of the mask stay as the user made them, and only its rows are
+cut. Block t of the rank's rows covers one or several of the user's query blocks::
 
     user's blocks (size 4)   | a a a a | b b b b | c c c c | d ...
     rank 1 of 2, rows 6...             b b | c c c c | d d d d     natural order, 14 rows
     its blocks                         [b b c c] [c c d d] ...
 
-A key block is computed where any of them computes it; it is *full* where all of them are full and
-the rank's block has all its rows. All else is partial: ``mask_mod``, which sees true positions,
-decides. Where shards begin at a block, as they mostly do, nothing that was full becomes partial.
+A key block is computed if any of them computes it. It is *full* if all of them are full and the
+rank's block has all its rows. Otherwise it is partial, and ``mask_mod``, which gets original
+positions, decides. If shards begin at a block boundary, as they usually do, no full block becomes
+partial.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Touched(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def touched(owned: Ownership, rank: int, block: int) -> Touched:
-    """What the blocks of ``rank``'s rows cover; ``block`` is the number of rows of a block."""
+    """Which query blocks the blocks of ``rank``'s rows cover; ``block``: rows of a block."""
     rows = owned.rows(rank)
     starts = range(0, rows, block)
     lanes = []
@@ -83,13 +84,13 @@ def dense(num: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Lists of blocks ``(..., R)``, ``(..., R, n)`` as a bool table ``(..., R, columns)``."""
     width = indices.size(-1)
     listed = torch.arange(width, device=num.device) < num.unsqueeze(-1)
-    # What is beyond a list's end, or the last block, goes to a column that is cut off.
+    # Entries beyond the end of a list, or the last block, go to a column that is dropped.
     places = torch.where(listed, indices, columns).long().clamp_(max=columns)
     table = torch.zeros((*num.shape, columns + 1), dtype=torch.bool, device=num.device)
     return table.scatter_(-1, places, True)[..., :columns]
 
 
-# What :func:`listed` says of a block that is computed: ``mask_mod`` decides, or it is not asked.
+# Values of :func:`listed` for computed blocks: with ``mask_mod``, or full, without it.
 PARTIAL, FULL = 1, 2
 
 
@@ -104,7 +105,7 @@ def listed(mask: Blocks, columns: int) -> Tensor:
 
 def lists(table: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of :func:`dense`: blocks of a row in ascending order, then all others."""
-    # Dense, for Triton's kernels step through a list by 1, and a sort keeps strides.
+    # Contiguous, because Triton's kernels assume a stride of 1 and a sort keeps strides.
     table = table.contiguous()
     order = torch.sort(table.to(torch.uint8), dim=-1, descending=True, stable=True).indices
     return table.sum(-1, dtype=torch.int32), order.to(torch.int32)
@@ -115,9 +116,9 @@ def cut(
 ) -> Blocks:
     """The blocks of ``rank``'s rows; ``block`` is the number of rows of a query block.
 
-    Of ``mask`` only the lists of key blocks are looked at. With several lanes its batch dim has
-    one row for each, or one. ``window`` chooses columns (see Note [Windows]); ``is_cut``: the mask
-    has this rank's rows only.
+    Only the lists of key blocks of ``mask`` are read. With several lanes its batch dim has one row
+    for each, or a single one. ``window`` selects columns (see Note [Windows]). ``is_cut``: the mask
+    already has only this rank's rows.
     """
     covered = touched(owned, rank, block)
     partial = dense(mask.kv_num, mask.kv_indices, columns)

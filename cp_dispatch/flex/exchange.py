@@ -1,16 +1,16 @@
-"""Moving the keys that a rank needs to it, and their gradients back.
+"""Moves the keys that a rank needs to it, and their gradients back.
 
 Note [Rows in place]
 ~~~~~~~~~~~~~~~~~~~~
-Keys arrive in one buffer with a place for every position, in true order::
+Keys arrive in one buffer with a place for every position, in natural order::
 
     (lanes, all positions, batch rows of a lane, Hkv, D + Dv)
 
-Only the rows that some query block of this rank computes are moved, unless ranks need most rows of
-all, and places without a row are memory that no kernel looks at. So one kernel call attends to all
-keys, its mask has the user's columns, and ``score_mod`` and ``mask_mod`` see true key positions,
-whatever the layout. In the backward the rows of dK and dV that were needed go back the same way, in
-the inputs' dtype as the kernel gives them, and their owner adds them up in float32.
+Only the rows that some query block of this rank computes are moved, unless ranks need most of all
+rows. No kernel reads places without a row. So one kernel call attends to all keys, its mask has the
+user's columns, and ``score_mod`` and ``mask_mod`` get original key positions, whatever the layout.
+In the backward, the needed rows of dK and dV go back the same way, in the inputs' dtype as the
+kernel returns them, and their owner sums them in float32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cp_dispatch.flex.offered import Offered
 from cp_dispatch.flex.rows import copy_all, pack_rows, split_rows
 from cp_dispatch.flex.sums import Sums
 
-# Beyond this many bytes ranks at one distance after the other exchange, so that no rank holds
-# everybody's rows a second time.
+# Above this many bytes ranks exchange one distance at a time, so that no rank holds a second copy
+# of all ranks' rows.
 _AT_ONCE = 2**28
 
 
@@ -53,7 +53,7 @@ class Exchange:
             max(table[owner][(owner + distance) % len(ranks)].rows for owner in ranks)
             for distance in ranks
         ]
-        #: What each owner puts down where others read it; a single lane.
+        #: The rows that each owner offers to other ranks; for a single lane.
         self.offered = [Offered(move for move in table[o] if move.taker != o) for o in ranks]
         self._offer = Selector(self.offered[rank].spans, device)
         self.gathers = pays_to_gather(needs, keys)
@@ -91,8 +91,8 @@ class Exchange:
         return [[0 if o == t else self.table[o][t].rows for o in ranks] for t in ranks]
 
     def bring(self, group, key: Tensor, value: Tensor, buffer: Tensor) -> None:
-        """This rank's rows to ``buffer`` (see Note [Rows in place]) and to all who need them, and
-        what this rank needs from all."""
+        """Move this rank's rows to ``buffer`` (see Note [Rows in place]) and to all ranks that need
+        them, and fetch what this rank needs."""
         copy_all(self.own_places(key, value, buffer))
         self.fetch(group, buffer)
 
@@ -123,7 +123,7 @@ class Exchange:
         return list(self._shares.parts(buffer.flatten(2).flatten(0, 1), packed))
 
     def fetch(self, group, buffer: Tensor) -> None:
-        """What this rank needs of others to ``buffer``, from where its own rows go to them."""
+        """Fetch what this rank needs from other ranks into ``buffer``, and send them its rows."""
         into = buffer.flatten(2).flatten(0, 1)
         if self.gathers:
             self._gather(group, into)
@@ -165,15 +165,15 @@ class Exchange:
                 self.add(came, [shards[i] for i in indices])
 
     def keep(self, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Write what this rank computed of its own rows to its shards."""
+        """Write this rank's gradients of its own rows to its shards."""
         for part, shard in zip(parts, shards, strict=True):
             if self._home.rows < shard.size(0):
                 shard.zero_()
             self._home.put_in_shard(shard, self._home.taken(part))
 
     def add(self, came: dict[int, Tensor], shards: Sequence[Tensor]) -> None:
-        """Add what takers computed, side by side, to the shards: one rank after the other, so that
-        sums come out the same every time."""
+        """Add the takers' gradients to the shards, one rank after the other, so that sums are
+        deterministic."""
         columns = [shard.size(1) for shard in shards]
         for taker, found in came.items():
             for shard, column in zip(shards, found.split(columns, 1), strict=True):
@@ -191,7 +191,7 @@ class Exchange:
         return pairs
 
     def give(self, group, staged: Tensor, shards: Sequence[Tensor]) -> None:
-        """Staged shares to their owners; those of this rank's rows are added to its shards."""
+        """Send staged shares to their owners, and add those of this rank's rows to its shards."""
         if not any(self._most[1:]):
             return
         incoming = [shares[self.rank] for shares in self.shares]
@@ -216,7 +216,7 @@ class Exchange:
         return dict(zip(incoming, receive.split(list(incoming.values())), strict=True))
 
     def _all_to_all(self, group, send: Tensor, outgoing: list[int], incoming: list[int]) -> Tensor:
-        """Rows that come, in the order of the ranks, for the rows ``send``."""
+        """Send the rows ``send``; return the received rows, in the order of the ranks."""
         receive = send.new_empty((sum(incoming), send.size(1)))
         row = send.size(1) * send.element_size()
         # As bytes: not every collective library knows every dtype.
@@ -230,11 +230,11 @@ class Exchange:
         return receive
 
     def _bytes(self, row: int) -> int:
-        """At most so many bytes does a rank send to all others."""
+        """The largest number of bytes that a rank sends to all others."""
         return sum(self._most[1:]) * row
 
     def _steps(self, row: int) -> list[tuple[list[int], list[int]]]:
-        """Of each exchange, the owners whose rows this rank takes and the takers of its own.
+        """For each exchange, the owners whose rows this rank takes and the takers of its own rows.
         Distances at which no rank has anything to move are left out."""
         size = self.keys.world_size
         busy = [d for d in range(1, size) if self._most[d]]

@@ -1,4 +1,4 @@
-"""What a FlexAttention call would do, without doing it."""
+"""``explain_flex()``: what a ``flex_attention`` call would do, without running it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
 
 @torch.no_grad()
 def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) -> FlexPlan:
-    """What ``flex_attention(query, key, value, block_mask=block_mask)`` would do here and now.
+    """Explain what ``flex_attention(query, key, value, block_mask=block_mask)`` would do, without
+    running it.
 
-    Looks at the block mask, so it says how many rows of keys each rank would send. Computes
-    nothing, does not communicate.
+    Reads the block mask to find how many rows of keys each rank would send. Computes nothing and
+    does not communicate.
 
     Args:
         query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype:
             DTensors or, inside a :func:`context_parallel` block, this rank's shards.
         block_mask: a torch ``BlockMask`` for the whole sequence, this rank's rows of one
-            (:func:`cp_dispatch.create_cp_block_mask`), or None. Of own rows nobody knows what
-            others need, and the plan does not say how many rows each rank sends.
+            (:func:`cp_dispatch.create_cp_block_mask`), or None. A mask of this rank's rows does not
+            show which keys other ranks need; the plan then leaves out the rows that ranks send.
 
     Returns:
-        A :class:`FlexPlan`, which prints well; of a call that would raise, one with all the
-        reasons.
+        A :class:`FlexPlan`; print it for a readable report. For a call that would raise, it holds
+        all the reasons.
     """
     from cp_dispatch.toggle import current_options, plain_context
 
@@ -57,7 +58,7 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
 
 
 def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
-    """Of plain tensors, which are this rank's shards in a block of ``context_parallel``."""
+    """The plan for plain tensors, which inside ``context_parallel`` are this rank's shards."""
     tensors = tuple(call.tensors.values())
     assumed: list[str] = []
     # A key and its value are alike on every rank.
@@ -92,7 +93,7 @@ def _explain(options: Options, call: FlexCall) -> FlexPlan:
     if job.whole:
         needs = everything(job.queries, job.keys)
     elif job.local_rows:
-        # What other ranks need is in their masks, and asking them would be to communicate.
+        # What other ranks need is in their masks, and asking for it would communicate.
         return plan
     else:
         needs = job.needs()
@@ -104,7 +105,7 @@ def _explain(options: Options, call: FlexCall) -> FlexPlan:
 
 
 def _torchs_refusals(call: FlexCall) -> Iterator[str]:
-    """Why ``flex_attention`` itself raises, which never calls the op then."""
+    """Reasons for which ``flex_attention`` itself raises, before it calls the op."""
     if any(x.ndim != 4 for x in call.tensors.values()):
         return
     query, key, _ = (global_shape(x) for x in call.tensors.values())
@@ -113,22 +114,22 @@ def _torchs_refusals(call: FlexCall) -> Iterator[str]:
     if query[3] != key[3]:
         yield f"head dims differ: query {query[3]}, key {key[3]}"
     if not key[1] or query[1] % key[1]:
-        yield f"query's {query[1]} heads are no multiple of key's {key[1]}"
+        yield f"query's {query[1]} heads are not a multiple of key's {key[1]}"
     if query[0] != key[0] and not (masked and key[0] == 1 and rows == query[0]):
         yield (
             f"query has {query[0]} batch rows, key {key[0]}; expand key and value to the query's "
-            "(torch takes 1 beside a block_mask that tells the query's rows apart)"
+            "(torch accepts 1 only with a block_mask that has the query's batch size)"
         )
     lengths = tuple(map(int, call.mask.lengths))
     if masked and lengths != (query[2], key[2]):
         yield (
-            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, query and key have "
+            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, but query and key have "
             f"{query[2]} and {key[2]}; make it for these lengths"
         )
 
 
 def _moved(plan: FlexPlan, query: DTensor, runs: int) -> tuple[tuple[str, ...], bool]:
-    """What carries keys and gradients, in words, and whether it may gather all of them where most
+    """What carries keys and gradients, in words, and whether all of them may be gathered where most
     are needed."""
     if plan.schedule == "ring" or plan.world_size == 1:
         return (), plan.schedule != "ring"
@@ -139,7 +140,8 @@ def _moved(plan: FlexPlan, query: DTensor, runs: int) -> tuple[tuple[str, ...], 
         return (UNKNOWN if reaches is None else NOT_REACHED,), True
     if runs > MOST_RUNS:
         words = (
-            f"moved by NCCL: some rank needs {runs} runs of rows, copy engines up to {MOST_RUNS}"
+            f"moved by NCCL: some rank needs {runs} runs of rows, and copy engines move at most "
+            f"{MOST_RUNS}"
         )
         return (words,), True
-    return ("moved by copy engines where rooms of 1 GiB suffice, else by NCCL",), False
+    return ("moved by copy engines if a buffer of 1 GiB suffices, else by NCCL",), False

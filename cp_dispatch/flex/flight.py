@@ -1,14 +1,16 @@
-"""Keys and gradients on their way, beside the kernels.
+"""Transfers of keys and gradients that overlap with kernels ("flights").
 
 Note [Tokens]
 ~~~~~~~~~~~~~
-The ops of a graph are functions: one starts moves and returns a *token*, a number on the host, and
-a later one takes what came by that token. Between the two, nothing of a graph's memory may be in
-use by another stream, for graphs write over what they need no more. So all that a side stream reads
-and writes was made in the op and belongs to the flight, until the current stream has waited for it.
+The ops of a graph are functional: one starts transfers and returns a *token*, a number on the host,
+and a later one takes what arrived under that token. Between the two, no other stream may use the
+graph's memory, because a graph reuses memory that it no longer needs. So all memory that a side
+stream reads and writes was allocated in the op and belongs to the flight, until the current stream
+has waited for it.
 
-Keys that are asked for with a token that is not known, as in a graph that keeps the token and
-computes the rest anew, are brought then: a token makes keys come early, not right.
+If a token is unknown, for example in a graph that saves the token and recomputes the rest, the keys
+are fetched when they are asked for. A token only makes keys arrive early; results do not depend on
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _numbers = itertools.count(1)
 
 
 def register(flight) -> Tensor:
-    """A token for a flight; once that is gone, so is the flight."""
+    """A token for a flight, which lives as long as the token."""
     number = next(_numbers)
     _flights[number] = flight
     token = torch.full((), number, dtype=torch.int64, device="cpu")
@@ -36,7 +38,7 @@ def register(flight) -> Tensor:
 
 
 def find(token: Tensor):
-    """The flight of a token, None if it is gone or was never here."""
+    """The flight of a token, None if it is unknown or gone."""
     return _flights.get(int(token))
 
 
@@ -45,11 +47,11 @@ def _forget(number: int) -> None:
 
 
 class Arrivals:
-    """Keys and values of one group of heads after the other on their way to this rank; for a
+    """Transfers of keys and values to this rank, one group of heads after the other; for a
     ``backward`` or a forward."""
 
     def __init__(self, ring: Ring, carrier, backward: bool):
-        # The carrier's indices are memory of the current stream, and nobody else may hold them.
+        # The carrier's indices are memory of the current stream, and may be held only here.
         self._ring, self.carrier, self.backward = ring, carrier, backward
         self._buffers, self._there = {}, {}
 
@@ -61,18 +63,18 @@ class Arrivals:
             self._there[group] = self._ring.mark()
 
     def take(self, group: int) -> Tensor | None:
-        """The keys of a group, for once, when they are there."""
+        """The keys of a group, once they have arrived; can be taken only once."""
         self._ring.wait(self._there.get(group))
         return self._buffers.pop(group, None)
 
     def __del__(self):
-        # What nobody took goes when the side stream needs it no more.
+        # Keys that were not taken are freed when the side stream no longer needs them.
         for group in list(self._buffers):
             self.take(group)
 
 
 class Returns:
-    """Gradients of one group of heads after the other on their way to the keys' owners."""
+    """Transfers of gradients to the keys' owners, one group of heads after the other."""
 
     def __init__(self, ring: Ring, grads: tuple[Tensor, Tensor]):
         #: dK and dV of this rank's keys, of all heads.
@@ -81,7 +83,7 @@ class Returns:
         self.sent = 0
 
     def start(self, carrier, aside, grads: list[Tensor]) -> None:
-        """Give what was put aside, and write the sums to a part of ``grads``."""
+        """Send the saved gradients, and write the sums to a part of ``grads``."""
         with self._ring.after(self._ring.mark()):
             carrier.give(aside, grads)
             self._there = self._ring.mark()
@@ -102,15 +104,15 @@ class Returns:
 
 
 def returns_of(token: Tensor, groups: int) -> Returns:
-    """The flight of a token after so many groups.
+    """The flight of a token, if this many groups have been sent.
 
     Raises:
-        ContextParallelError: it is not there.
+        ContextParallelError: if there is no such flight.
     """
     found = find(token)
     if not isinstance(found, Returns) or found.sent != groups:
         raise ContextParallelError(
-            "gradients of keys that were on their way are not there: was a part of a backward "
+            "gradients of keys that were sent have not been kept: was a part of a backward "
             "graph run without the rest, or twice?"
         )
     return found

@@ -1,5 +1,8 @@
-"""The custom ops of calls that are cut into groups of heads: see Note [Groups of heads] and
-Note [Tokens]. As those of :mod:`cp_dispatch.flex.ops` they are functions of plain local tensors."""
+"""Custom ops for calls that are split into groups of heads.
+
+See Note [Groups of heads] and Note [Tokens]. Like those of :mod:`cp_dispatch.flex.ops`, they are
+functions of plain local tensors.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def _set_off(flight: Arrivals, group: int, key: Tensor, value: Tensor, *args) ->
 
 
 def _boxes(carrier, key: Tensor, value: Tensor, mask, groups, backward, group, gradients=False):
-    """What :class:`ToTheEnd` takes of a group's pull by a carrier."""
+    """The arguments of :class:`ToTheEnd` for a group's pull by a carrier."""
 
     def rest():
         exchange, ring = exchange_of(mask, key.device), _ring(MaskJob(*mask), key)
@@ -72,7 +75,7 @@ def _box(carrier):
 
 
 def _flex_arrive(token: Tensor, after, key: Tensor, value: Tensor, *args) -> Tensor:
-    """The keys of one group, as ``flex_bring`` gives them; the next group's set off."""
+    """The keys of one group, as ``flex_bring`` returns them; starts the next group's transfer."""
     *mask, groups, group, fill = args
     flight = find(token)
     buffer = flight.take(group) if isinstance(flight, Arrivals) else None
@@ -98,7 +101,7 @@ def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -
         if group == 0:
             flight = Returns(ring, (torch.empty_like(key), torch.empty_like(value)))
         grads = [_heads(x, groups, group) for x in flight.grads]
-        # Copies: what another stream reads is no memory of a graph.
+        # Copies, because another stream must not read memory of a graph.
         flight.start(carrier, carrier.put_aside((grad_key, grad_value), grads), grads)
     return register(flight)
 

@@ -1,4 +1,4 @@
-"""One kernel call for each group of heads, while the next group's keys are on their way.
+"""Makes one kernel call for each group of heads, while the next group's keys are in transit.
 
 See Note [Groups of heads].
 """

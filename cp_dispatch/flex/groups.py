@@ -1,27 +1,27 @@
-"""Into how many groups of heads a call is cut, so that keys travel while kernels compute.
+"""Decides into how many groups of heads a call is split, so that transfers overlap with kernels.
 
 Note [Groups of heads]
 ~~~~~~~~~~~~~~~~~~~~~~
-Where ranks need many keys of each other, a single kernel would wait for all of them. So the key
-heads, with the query heads that attend them, are cut into equal groups, each with a kernel of its
-own::
+If ranks need many keys from each other, a single kernel would wait for all of them. So the key
+heads, with the query heads that attend them, are split into equal groups, each with its own
+kernel::
 
     side stream   | keys 0 | keys 1 | keys 2 | ...
     kernels                | heads 0        | heads 1        | ...
                              (of a backward:)   shares 0 go home ...
 
-What is exposed is the first group's way, and in a backward the last group's way home. Heads have
-nothing to do with each other, so nothing is merged: results are those of one kernel bit by bit, and
-no more bytes travel. All groups but for constants of the mods are the same kernel. A rank holds the
-keys of two groups at a time, and what others read has room for one: the next group is put there
-when all have read the last.
+Only the first group's transfer is exposed, and in a backward the last group's transfer home. Heads
+are independent, so nothing is merged: results are those of one kernel bit for bit, and no more
+bytes travel. All groups use the same kernel, apart from constants of the mods. A rank holds the
+keys of two groups at a time. The buffer that other ranks read has room for one group: the next one
+is put there when all have read the last.
 
-A graph does not know what its masks will hold, so the number follows from lengths, heads and the
-setting alone. Keys are taken to travel where ``schedule="gather"`` sends them, where there is no
-mask, and in layouts that scatter what attends each other; not in natural order and with
-``BlockBalanced(near=True)``, which one takes for masks near the diagonal. Then there are 4 groups,
-or 2, if they divide the key heads, if each has ``LEAST_ROWS`` query rows times heads, so many that
-a GPU which runs out of rows at the end of each kernel costs little, and ``LEAST_BYTES`` of keys to
+A graph does not know what its masks will hold, so the number of groups depends only on lengths,
+heads and the options. Keys are assumed to travel if ``schedule="gather"`` sends them, if there is
+no mask, and in layouts that scatter rows that attend each other; not in natural order or with
+``BlockBalanced(near=True)``, which are used for masks near the diagonal. Then there are 4 groups,
+or 2, if they divide the key heads and if each group has at least ``LEAST_ROWS`` (query rows times
+heads), so that the idle end of each kernel costs little, and at least ``LEAST_BYTES`` of keys to
 fetch, which take as long as a few launches.
 """
 

@@ -1,11 +1,11 @@
-"""The ring: at hop h the keys of the rank h places before, in a window of their own.
+"""Windows of keys for the ring, which at hop h computes with the keys of the rank h places before.
 
 Note [Windows]
 ~~~~~~~~~~~~~~
-A *window* is the user's key blocks that an owner's positions touch, side by side. Its keys are a
-buffer of as many rows, its columns are a choice of the mask's. A block on the border of two owners
-is in the windows of both: its rows that the owner has not are hidden by a mask of positions, and it
-is never full.
+A *window* is the concatenation of the user's key blocks that contain some of an owner's positions.
+Its keys are a buffer with as many rows; its columns are a subset of the mask's. A block on the
+border of two owners is in the windows of both: rows that do not belong to the owner are hidden by a
+mask of positions, and the block is never full.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cp_dispatch.flex.rows import pack_rows, rows_of
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
 
-# With more runs of positions per rank than this there is no ring.
+# The largest number of runs of positions per rank for which a ring is possible.
 MAX_RUNS = 4
 
 
@@ -101,7 +101,7 @@ class Hop:
         self.window = window(keys, self.owner, block)
         self._shard = span_indices(sent.shard).to(device)
         self._places = span_indices(self.window.places(came.places)).to(device)
-        #: Whether no rank computes anything at this hop; decided alike by all.
+        #: Whether no rank computes anything at this hop; the same on all ranks.
         self.is_idle = not any(table[owner][(owner + hop) % size].rows for owner in range(size))
 
     def bring(self, group, key: Tensor, value: Tensor, into: Tensor) -> None:

@@ -1,11 +1,11 @@
-"""Putting the rules into torch's higher-order ops, and taking them out again.
+"""Installs the rules of ``flex_attention`` in torch's higher-order ops, and removes them.
 
 Note [Indexing with DTensors]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Dynamo traces the mods with indices that it makes from the query: 0-dim DTensors, if that is one.
-A plain tensor that a mod captures would be indexed with them, ``documents[q_idx]``, and DTensor
-refuses to mix the two. While dynamo traces, and for 0-dim indices only, such an index is taken to
-be the plain number that it is on every rank. The graph that comes out is the same.
+Dynamo traces the mods with indices that it makes from the query; if that is a DTensor, they are
+0-dim DTensors. A mod may index a plain captured tensor with them, ``documents[q_idx]``, and DTensor
+refuses to mix the two. So while dynamo traces, and for 0-dim indices only, such an index is
+replaced by its plain value, which is the same on every rank. The resulting graph is the same.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def install(current_options, plain_context, enabled) -> None:
 
 
 def install_for_trace(current_options, plain_context) -> bool:
-    """Add the rules alone, for the trace in which this thread is, whatever is removed meanwhile;
-    whether that is new to it."""
+    """Add only the rules, for this thread's trace, even if they are removed for others meanwhile.
+    Returns whether this is new for the trace."""
     trace = dynamo_traces()
     if trace in _traces:
         return False
@@ -61,7 +61,7 @@ def install_for_trace(current_options, plain_context) -> bool:
 
 
 def trace_is_done(trace) -> None:
-    """As before :func:`install_for_trace`, if nobody else needs the rules; None is gone already."""
+    """Undo :func:`install_for_trace` if nothing else needs the rules; None: the trace is gone."""
     if trace is not None:
         _traces.discard(trace)
     if not _replaced:
@@ -69,7 +69,7 @@ def trace_is_done(trace) -> None:
 
 
 def remove() -> None:
-    """Take the rules out; that of the backward as soon as no forward waits for it."""
+    """Remove the rules; that of the backward as soon as no forward needs it any more."""
     graph_results.remove()
     while _replaced:
         set_plain_kernel(FORWARD, *_replaced.pop())

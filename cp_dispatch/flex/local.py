@@ -1,4 +1,4 @@
-"""The part of a call that this rank computes: local tensors, local mask, arguments of the ops."""
+"""``LocalFlex``: this rank's part of a call, with local tensors, mask and arguments of the ops."""
 
 from __future__ import annotations
 
@@ -101,27 +101,27 @@ class LocalFlex:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing to compute, for it has no row, head or batch row."""
+        """Whether this rank has nothing to compute, because it has no row, head or batch row."""
         return 0 in local_tensor(self.call.query).shape
 
     def note_trace(self, state) -> None:
-        """What a trace's graph holds of this rank enters the keys of caches on disk."""
+        """Put what a traced graph holds about this rank into the keys of on-disk caches."""
         note_groups(self.call.query, self.group_name, state)
 
     # -- The mask ---------------------------------------------------------------------------
 
     @functools.cached_property
     def has_local_rows(self) -> bool:
-        """Whether the mask holds this rank's rows alone (:func:`create_cp_block_mask`)."""
-        if not is_tracing():  # else ops look at it, where the graph runs
+        """Whether the mask holds only this rank's rows (:func:`create_cp_block_mask`)."""
+        if not is_tracing():  # else ops check it when the graph runs
             check_order(self.call.mask.lists.kv_num, self.queries)
         rows, whole, own = self._block_rows
         if rows == whole or self.plan.world_size == 1:
             return False
         if rows != (own + 1 if own == whole else own):
             raise ContextParallelError(
-                f"block_mask has {rows} rows of blocks, where {whole} are the whole sequence and "
-                f"{own} this rank's (rank {self.rank} of {self.plan.world_size}). Make it with "
+                f"block_mask has {rows} rows of blocks, but the whole sequence has {whole} and "
+                f"this rank has {own} (rank {self.rank} of {self.plan.world_size}). Make it with "
                 "create_block_mask for the whole sequence, or with "
                 "cp_dispatch.create_cp_block_mask for this mesh and layout."
             )
@@ -136,7 +136,7 @@ class LocalFlex:
 
     @once
     def mask_arguments(self) -> tuple:
-        """What all ops take, see :class:`cp_dispatch.flex.mask_job.MaskJob`."""
+        """The arguments that all ops share, see :class:`cp_dispatch.flex.mask_job.MaskJob`."""
         return (
             *self.call.mask.tensors, self.plan.query_length, self.plan.key_length,
             list(self.call.mask.block_size), self.part, list(self.plan.ring_shape), self.rank,
@@ -144,8 +144,8 @@ class LocalFlex:
         )  # fmt: skip
 
     def mask(self, mask_mod, hop: int = -1, heads: Span | None = None) -> tuple:
-        """The block mask of this rank's rows, as the higher-order op takes it; at a hop, of the
-        owner's window of keys; of these heads alone, counted from this rank's first."""
+        """The block mask of this rank's rows for the higher-order op; at a hop, for the owner's
+        window of keys; with ``heads``, for these alone, counted from this rank's first."""
         mask, rows = self.call.mask, local_tensor(self.call.query).shape[2]
         blocks = self._whole_blocks if hop < 0 else self._cut(hop)[0]
         if heads is not None and blocks.kv_num.size(1) > 1:
@@ -180,7 +180,7 @@ class LocalFlex:
                 x = x[first : first + batch]
             if x is not None and x.size(1) > 1 and heads < x.size(1):
                 x = x[:, first_head : first_head + heads]
-            # Triton's kernels take rows of the batch and entries of a list to be dense.
+            # Triton's kernels assume that batch rows and entries of a list are contiguous.
             tensors.append(x if x is None else x.contiguous())
         return Blocks(*tensors)
 
@@ -243,7 +243,7 @@ class LocalFlex:
         return table if self.place.table_lanes > 1 else table[0]
 
     def buffers(self) -> tuple[tuple, tuple]:
-        """What the mods of :attr:`place` take: of ``score_mod`` and of ``mask_mod``."""
+        """The captured buffers of :attr:`place`'s mods: of ``score_mod`` and of ``mask_mod``."""
         of_score, of_mask = (
             self.place.buffers(captured.for_kernel(given, self.plan, self.part), self._table)
             for given in (self.call.score_buffers, self.call.mask_buffers)
@@ -258,8 +258,8 @@ class LocalFlex:
     # -- Keys and their gradients -----------------------------------------------------------
 
     def own_keys(self, waited=()) -> tuple[Tensor, Tensor]:
-        """This rank's keys and values. ``waited``: gradients that come first, which a graph of a
-        rank without rows has to be told."""
+        """This rank's keys and values. ``waited``: gradients that must come first, as a dependency
+        in the graph of a rank without rows."""
         key, value = (local_tensor(x) for x in (self.call.key, self.call.value))
         if waited and self.is_empty:
             (key,) = not_before([key], *waited)
@@ -277,12 +277,12 @@ class LocalFlex:
 
     @property
     def must_fill(self) -> bool:
-        """Whether keys that do not come must be zeros: Triton's kernels look at no block that the
-        mask does not list, all others at all."""
+        """Whether keys that are not sent must be zeros: Triton's kernels skip blocks that the mask
+        does not list, all other kernels read every block."""
         return not (local_tensor(self.call.key).device.type == "cuda" and compiles_for_inductor())
 
     def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's own keys, summed over the ranks that computed them; where every
+        """dK and dV of this rank's own keys, summed over the ranks that computed them; if every
         rank has all keys, this rank's share."""
         if not self._moves_keys:
             return grad_key, grad_value
@@ -296,8 +296,8 @@ class LocalFlex:
 
 
 def apart(tensors) -> list[Tensor | None]:
-    """Views of one buffer, or for inductor's kernel for CPU, which takes no two arguments from one
-    buffer and no view that begins later than it, copies."""
+    """Views of one buffer; copies for inductor's kernel for CPU, which supports neither two
+    arguments from one buffer nor a view with an offset."""
     given = [x for x in tensors if x is not None]
     if given[0].device.type == "cpu" and compiles_for_inductor():
         given = _OPS.flex_apart(given)

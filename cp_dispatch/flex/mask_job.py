@@ -1,4 +1,4 @@
-"""What all ops of FlexAttention take of a mask and of the ranks, and what follows from it."""
+"""``MaskJob``: arguments about the mask and the ranks that all FlexAttention ops share."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ kept, told = Kept(), KeptByAll()
 
 
 def key_of(arguments: Sequence) -> tuple:
-    """What tells two calls with the same mask tensors apart, of the arguments that all ops share,
-    as ops get them."""
+    """A key of the shared arguments, as ops get them, that distinguishes calls with the same mask
+    tensors."""
     _, _, _, _, queries, keys, blocks, part, ring_shape, *rest = arguments
-    # Flat, for that is made and looked up quickly; all but the ring's shape are of one length.
+    # Flat, which is fast to make and look up; all but the ring's shape have a fixed length.
     return (queries, keys, *blocks, *part, *ring_shape, *rest)
 
 
 def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchange:
-    """Who sends what to whom; asks the other ranks where the mask has this rank's rows only, but
-    not before ``check(job)``, which may raise."""
+    """Which rank sends what to which. If the mask has only this rank's rows, this is exchanged with
+    the other ranks, after ``check(job)``, which may raise."""
 
     def make() -> Exchange:
         job = MaskJob(*arguments)
@@ -48,7 +48,7 @@ def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchan
 
 @functools.lru_cache(maxsize=16)
 def _exchange(needs, keys: Ownership, rank: int, device: torch.device) -> Exchange:
-    """The same object for masks that need the same, as a window made anew at each step does."""
+    """The same object for masks with the same needs, such as a window that every step recreates."""
     return Exchange(needs, keys, rank, device)
 
 
@@ -77,7 +77,7 @@ class MaskJob:
 
     @property
     def lanes(self) -> int:
-        """Sets of batch rows of this rank that lie alike."""
+        """Number of sets of this rank's batch rows that have the same order."""
         own = self.layout and from_text(self.layout).rows > 1
         return max(1, int(self.part[1])) if own else 1
 
@@ -154,7 +154,7 @@ class MaskJob:
         return told.get(self.tensors, self._key, lambda: self._needs_of_all(self.keys))
 
     def needs(self) -> needs_.Needs:
-        """What every rank needs, from a mask of all rows."""
+        """The keys that every rank needs, from a mask of all rows."""
         tables = self._tables().cpu()
         return needs_.needs_of(tables, self.queries, self.keys, tuple(self.blocks))
 
@@ -170,7 +170,7 @@ class MaskJob:
         return table.any(0, keepdim=True)
 
     def _needs_of_all(self, keys: Ownership):
-        """Every rank tells which key blocks its rows compute."""
+        """Exchange which key blocks every rank's rows compute."""
         own = self._tables().any(1).to(torch.uint8)
         every = own.new_empty((keys.world_size, *own.shape))
         all_gather_single(

@@ -1,4 +1,4 @@
-"""The tuple in which the higher-order op takes a block mask."""
+"""``MaskTuple``: access to the tuple as which the higher-order op takes a block mask."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The user's ``score_mod`` and ``mask_mod``, called with true indices by a kernel on local rows.
+"""Wraps ``score_mod`` and ``mask_mod``, so that kernels on local rows pass them global indices.
 
 Note [Lists in dense kernels]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Compiled kernels look at no block that the mask does not list, and do not ask ``mask_mod`` in full
-ones. Uncompiled, or in graphs that are not for inductor, torch computes all scores and asks
-``mask_mod`` alone. Masks of ``create_block_mask`` say the same both ways; lists made or cut by hand
-may say less than the mod, and keys that no list names do not come here. So in dense kernels the
-user's lists are part of the mod, as a table of the user's blocks at true indices: that is exact
-also where a block of this rank's rows covers several of theirs. Compiled kernels get no table.
+Compiled kernels skip blocks that the mask does not list, and do not call ``mask_mod`` in full ones.
+Uncompiled, or in graphs that are not for inductor, torch computes all scores and uses only
+``mask_mod``. For masks of ``create_block_mask`` both agree. Lists that were made or cut by hand may
+cover less than the mod, and keys that no list names are not sent here. So in dense kernels the
+user's lists become part of the mod, as a table of the user's blocks by global index. This is exact
+even if a block of this rank's rows covers several of theirs. Compiled kernels get no table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MAX_PIECES = 16
 
 @dataclass(frozen=True)
 class Pieces:
-    """Local rows or keys to true positions: from ``starts[i]`` on they are ``offsets[i]`` off."""
+    """Maps local rows or keys to original positions, by adding ``offsets[i]`` from ``starts[i]``
+    on."""
 
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -65,13 +66,13 @@ class Listed:
     local_rows: bool = False
 
     def table(self, listed: Tensor) -> Tensor:
-        """What ``flex_listed`` made, without the dims that the mask does not tell apart."""
-        # Chosen here, for torch's vmap over a mod takes no numbers among indices.
+        """The result of ``flex_listed``, without dims in which the mask broadcasts."""
+        # Selected here, because torch's vmap over a mod does not support ints among indices.
         listed = listed if self.heads else listed.select(1, 0)
         return listed if self.batch else listed.select(0, 0)
 
     def __call__(self, seen, table: Tensor, b, h, row, q_idx, kv_idx):
-        """``seen`` where the lists leave it to the mod."""
+        """``seen`` where the lists leave the decision to the mod."""
         rows, keys = self.blocks
         index = (b,) * self.batch + (h,) * self.heads
         kind = table[(*index, (row if self.local_rows else q_idx) // rows, kv_idx // keys)]
@@ -80,11 +81,11 @@ class Listed:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's local indices stand among all: its first batch row, its first head, and the
+    """Maps a rank's local indices to global ones: its first batch row, its first head, and the
     positions of its rows, by ``pieces`` or by a table ``(L,)`` or ``(lanes, L)`` int32.
 
-    The mods that it makes take the table, if there is one, as the last captured buffer; a
-    ``mask_mod`` that heeds the lists of blocks takes their table after it.
+    The wrapped mods take the table, if there is one, as the last captured buffer. A ``mask_mod``
+    that respects the lists of blocks takes their table after it.
     """
 
     first_batch: int = 0
@@ -99,7 +100,7 @@ class Place:
 
     @property
     def is_identity(self) -> bool:
-        """Whether local indices are the true ones."""
+        """Whether local indices equal global ones."""
         return (
             not self.first_batch
             and not self.first_head

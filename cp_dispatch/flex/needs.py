@@ -1,6 +1,6 @@
-"""Who needs which keys, and who therefore sends what to whom. Integers only.
+"""Computes which ranks need which keys, and which rank sends what to whom. Integers only.
 
-Every rank works out the same table of needs, so no rank waits for a message that nobody sends.
+Every rank computes the same table of needs, so no rank waits for a message that is never sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
 from cp_dispatch.layouts.spans import append
 
-# The share of all keys from which on all of them are gathered.
+# If ranks need at least this share of all keys, all keys are gathered.
 _MOST = 0.75
 # So many copies between GPUs cost the host more than a launch.
 _WORTH_A_LAUNCH = 4
@@ -99,7 +99,7 @@ Moves = tuple[tuple[Move, ...], ...]
 
 @functools.lru_cache(maxsize=256)
 def moves(needs: Needs, keys: Ownership) -> Moves:
-    """Also of a rank from itself: which of its rows it uses at home."""
+    """The moves between all ranks; from a rank to itself, the own rows that it uses."""
     ranks = range(keys.world_size)
     return tuple(tuple(_move(owner, taker, needs, keys) for taker in ranks) for owner in ranks)
 
@@ -125,7 +125,7 @@ def _overlaps(spans: Sequence[Span], start: int, stop: int):
 
 
 def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
-    """Whether ranks need so many of all keys that one gather of all is quicker."""
+    """Whether ranks need so many keys that one gather of all keys is faster."""
     rows = {keys.rows(owner) for owner in range(keys.world_size)}
     needed = sum(move.rows for moved in moves(needs, keys) for move in moved)
     everyone = keys.world_size**2 * keys.lanes * max(rows)
@@ -133,14 +133,14 @@ def pays_to_gather(needs: Needs, keys: Ownership) -> bool:
 
 
 def packs(table: Moves, taker: int) -> bool:
-    """Whether rows of others had better come one after the other, and then go to their places:
-    that is a launch more, for so many copies less."""
+    """Whether rows of other ranks should arrive packed and then be put in place, which takes one
+    more launch but many fewer copies."""
     moved = [table[owner][taker] for owner in range(len(table)) if owner != taker]
     return sum(len(move.pieces) - len(move.shard) for move in moved) >= _WORTH_A_LAUNCH
 
 
 def most_runs(table: Moves, may_pack: bool) -> int:
-    """The most copies that bring some rank the rows of others."""
+    """The largest number of copies by which any rank gets the rows of others."""
 
     def runs(taker: int) -> int:
         moved = [table[owner][taker] for owner in range(len(table)) if owner != taker]

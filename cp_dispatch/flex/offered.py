@@ -1,4 +1,4 @@
-"""Which rows of its shard an owner of keys puts down for others: those that some other needs."""
+"""The rows of its shard that an owner of keys offers to other ranks: those that some rank needs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class Offered:
         *self._places, self.rows = accumulate((span.length for span in self.spans), initial=0)
 
     def place(self, row: int) -> int:
-        """Where a row of the shard lies among those that are offered; it is one of them."""
+        """The place of a row of the shard among the offered rows, of which it must be one."""
         run = bisect.bisect(self._starts, row) - 1
         return self._places[run] + row - self._starts[run]

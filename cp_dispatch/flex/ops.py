@@ -1,15 +1,15 @@
-"""The custom ops of FlexAttention: what stands around the local kernel, on plain local tensors.
+"""The custom ops of FlexAttention that run before and after the local kernel, on local tensors.
 
-The kernel itself stays a ``flex_attention`` higher-order op between them, so that inductor compiles
-it with the user's mods. All are functional and communicate inside, on the current stream.
+The kernel itself stays a ``flex_attention`` higher-order op between them, so inductor compiles it
+with the user's mods. All ops are functional, and communicate on the current stream.
 
 Note [Masks are data]
 ~~~~~~~~~~~~~~~~~~~~~
-In a compiled graph the contents of a block mask are not known, and must not be, or documents of
-other lengths would compile anew. So the ops take the mask's tensors and look at them when they run:
-all shapes follow from lengths alone, and the buffer for keys has a place for every position. How
-many rows travel is worked out on the host, once for each new mask (one copy of a small table from
-the device), and kept while the mask's tensors live (:mod:`cp_dispatch.by_need.kept`).
+In a compiled graph the contents of a block mask are unknown, and have to be, or documents of
+different lengths would be recompiled. So the ops take the mask's tensors and read them when they
+run. All shapes depend only on lengths, and the buffer for keys has a place for every position. The
+rows that travel are computed on the host, once for each new mask (one copy of a small table from
+the device), and cached while the mask's tensors live (:mod:`cp_dispatch.by_need.kept`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 #   kv_num, kv_indices, full_*    int32 (Bm, Hm, R), (Bm, Hm, R, C), global in batch and heads;
 #                                 of all rows, or, with local_rows, of this rank's alone
 # part is [first batch row, batch rows, first head, heads] of this rank. layout is the text of a
-# balancer, "" for natural order. Of the ranks of ring_shape this one is ring_rank; they are
-# group_name. whole: all keys go to all ranks, and nobody looks at the mask.
+# balancer, "" for natural order. This rank is ring_rank among the ranks of ring_shape, whose group
+# is group_name. whole: all keys go to all ranks, and the mask is not read.
 MASK = (
     "Tensor kv_num, Tensor kv_indices, Tensor? full_kv_num, Tensor? full_kv_indices, "
     "SymInt query_length, SymInt key_length, int[] blocks, SymInt[] part, "
@@ -130,7 +130,7 @@ def _group_of(mask):
 
 
 def bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
-    """Room for keys and values of all positions."""
+    """The buffer for keys and values of all positions."""
     batch, heads, _, dim = key.shape
     lanes = job.lanes
     return key.new_empty((lanes, job.key_length, batch // lanes, heads, dim + value.size(3)))
@@ -231,7 +231,7 @@ def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
 
 
 def _order(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
-    """As ``flex_order`` gives it, and not to be written to."""
+    """The result of ``flex_order``; not to be written to."""
 
     def make() -> Tensor:
         balancer = from_text(layout)
@@ -258,12 +258,12 @@ def _flex_order_fake(like, layout, ring_rank, part, rows):
 
 
 def _flex_apart(parts: list[Tensor]) -> list[Tensor]:
-    """Copies in memory of their own."""
+    """Copies, each with its own memory."""
     return [x.clone() for x in parts]
 
 
 def _flex_listed(kv_num, kv_indices, full_kv_num, full_kv_indices, columns) -> Tensor:
-    """How every block is listed; see :func:`cp_dispatch.flex.cut.listed`."""
+    """A table of how every block is listed; see :func:`cp_dispatch.flex.cut.listed`."""
     return listed(Blocks(kv_num, kv_indices, full_kv_num, full_kv_indices), columns)
 
 
@@ -272,14 +272,14 @@ def _flex_listed_fake(kv_num, kv_indices, full_kv_num, full_kv_indices, columns)
 
 
 def check_rows(job: MaskJob, key: Tensor) -> None:
-    """A graph that was compiled for another length must not answer."""
+    """Refuse shards of other lengths, for example in a graph compiled for a different length."""
     wanted = job.keys.rows(job.ring_rank)
     if key.size(2) != wanted:
         raise ContextParallelError(
-            f"rank {job.ring_rank} of {job.keys.world_size} holds {key.size(2)} keys, where length "
-            f"and layout say {wanted}. Were the DTensors made of uneven shards without their "
-            "global shape, or was the call compiled for another length or layout? Then recompile, "
-            "torch._dynamo.reset()."
+            f"rank {job.ring_rank} of {job.keys.world_size} holds {key.size(2)} keys, but by "
+            f"length and layout it should hold {wanted}. Were the DTensors made from uneven shards "
+            "without their global shape? Or was the call compiled for a different length or "
+            "layout? Then recompile it after torch._dynamo.reset()."
         )
 
 

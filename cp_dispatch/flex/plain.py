@@ -1,11 +1,12 @@
 """``flex_attention`` on plain tensors that are this rank's shards, inside ``context_parallel``.
 
-Torch compares the lengths of a block mask with those of the query before the op is called, so in a
-block a mask has this rank's lengths, this rank's rows of blocks and the columns of all keys: what
-``context_parallel`` makes of a ``BlockMask`` among its buffers. The op's plain kernels have a look
-at the block first; a call on shards becomes one on DTensors, differentiably, in a trace too: there
-the DTensors are gone when the graph is done. A graph's own call of the op, on local tensors, would
-come here again where the graph runs it as it is, so it has to be one that inductor compiles.
+Torch compares the lengths of a block mask with those of the query before it calls the op. So inside
+a block a mask has this rank's lengths, this rank's rows of blocks and the columns of all keys;
+``context_parallel`` turns each ``BlockMask`` among its buffers into such a mask. The kernels here
+run before the op's plain ones and check for a block. A call on shards becomes a differentiable call
+on DTensors, also in a trace, whose finished graph no longer contains the DTensors. The graph's own
+call of the op, on local tensors, would come here again if the graph ran it as is, so inductor has
+to compile the graph.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.plain_context import PlainContext
 
 NO_ORDER = (
-    "there is no telling in which order the shards lie, without buffers; pass "
-    'context_parallel(..., balancer="head-tail"), a balancer, or None for natural order'
+    "without buffers the order of the shards is unknown; pass context_parallel(..., "
+    'balancer="head-tail"), a balancer, or balancer=None for natural order'
 )
 
 _thread = threading.local()
 
 
 def before(kernel, op, plain_context, enabled):
-    """A kernel of ``op`` that stands before torch's ``kernel`` and sees plain shards.
+    """A kernel of ``op`` that runs in front of torch's ``kernel`` and handles plain shards.
 
-    ``plain_context()`` is the block that holds here and now, ``enabled`` the scope of options.
+    ``plain_context()`` returns the block in effect, ``enabled`` is the scope of options.
     """
 
     def flex_attention(query, key, value, *arguments):
@@ -52,7 +53,7 @@ def before(kernel, op, plain_context, enabled):
         if context is None or context.mesh.size() == 1:
             return kernel(*tensors, *arguments)
         if any(map(is_fake, tensors)):
-            if traced:  # the keys of torch's caches are made next, and must tell ranks apart
+            if traced:  # torch makes its cache keys next, and they must differ between ranks
                 note_group(ring_group_name(context.mesh, (0,)), context)
             return kernel(*tensors, *arguments)
         return _attend(context, op, enabled, tensors, *arguments)
@@ -66,55 +67,55 @@ def _attend(
     if is_tracing() and context.uneven:
         _refuse(
             context,
-            "inside torch.compile ranks do not tell each other their lengths; use a length that "
-            "the ranks divide",
+            "inside torch.compile ranks cannot exchange their lengths; use a length that is a "
+            "multiple of the number of ranks",
         )
     if is_tracing() and not compiles_for_inductor():
         _refuse(
             context,
-            "in graphs that inductor does not compile it would meet itself when the graph runs; "
-            'use the backend "inductor", or DTensors',
+            "in a graph that inductor does not compile, running the graph would call it again; use "
+            'the backend "inductor", or DTensors',
         )
     if not context.order_is_known:
         _refuse(context, NO_ORDER)
-    # Numbers, also in a trace: a graph is of one length.
+    # Ints, also in a trace: a graph is for one length.
     lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))
     if reason := no_columns_of_all_keys(block_mask, lengths[1]):
         _refuse(context, reason)
     wrapped, block_mask, layout = on_dtensors(context, tensors, block_mask, lengths)
     with inside(), enabled(schedule=context.schedule, layout=layout):
-        # A dict of its own, for a trace's is nobody's to write to (see remember.py).
+        # A copy, because a trace's dict must not be written to (see remember.py).
         results = op(*wrapped, score_mod, block_mask, scale, dict(kernel_options), *rest)
     return tuple(x.to_local() for x in results)
 
 
 def no_columns_of_all_keys(block_mask: tuple, keys: int) -> str | None:
-    """Why a mask cannot be this rank's rows of the whole one."""
+    """Why a mask cannot be this rank's rows of the whole mask, None if it can."""
     columns = -(-keys // int(block_mask[-2]))
     given = MaskTuple(block_mask).lists.kv_indices.shape[3]
     if given == columns:
         return None
     return (
-        f"the block mask has {given} columns of blocks, all {keys} keys make {columns}; name the "
-        "BlockMask of the whole sequence among the block's buffers"
+        f"the block mask has {given} columns of blocks, but all {keys} keys make {columns}; pass "
+        "the BlockMask of the whole sequence as one of the buffers of context_parallel"
     )
 
 
 def on_dtensors(context: PlainContext, tensors, block_mask: tuple, lengths: list[int]):
-    """The call on DTensors that a call on shards is: query, key and value, mask, layout."""
+    """The call on DTensors for a call on shards: query, key and value, mask, layout."""
     places = [(i, None) for i in range(3)]
     wrapped, _ = as_dtensors(places, tensors, {}, context.mesh, 2, lengths)
     return wrapped, (lengths[0], lengths[1], *block_mask[2:]), context.layout(lengths[0])
 
 
 def is_inside() -> bool:
-    """Whether a call comes from :func:`inside`."""
+    """Whether this thread is in :func:`inside`."""
     return getattr(_thread, "inside", False)
 
 
 @contextlib.contextmanager
 def inside():
-    """Local calls of the rules are no calls on shards."""
+    """Within it, calls on plain tensors are local calls of the rules, not calls on shards."""
     before = is_inside()
     _thread.inside = True
     try:
@@ -138,7 +139,7 @@ def local_form(own: BlockMask, rows: int, keys: int) -> dict:
 
 @torch.no_grad()
 def swap(mask: BlockMask, fields: dict) -> dict:
-    """Give a mask other fields; returns what it had."""
+    """Replace a mask's fields; returns the previous ones."""
     before = dict(vars(mask))
     vars(mask).clear()
     vars(mask).update(fields)

@@ -1,4 +1,4 @@
-"""From a FlexAttention call to a plan: who handles it and how, or every reason why not."""
+"""Makes the plan of a FlexAttention call: what handles it and how, or every reason why not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.options import Options
 
 _RINGS = ("ring", "natural_ring", "mirrored_ring")
-#: Bytes of keys and values of all positions from which on "auto" is a ring, where that fits: a
-#: backward would take twice as much, and a graph cannot know that its masks need fewer.
+#: Above this many bytes of keys and values of the whole sequence, "auto" takes a ring where
+#: possible: a backward holds twice as much, and a graph cannot know that its masks need fewer.
 RING_FROM = 2**33
 _WHY = {
-    "exchange": "only keys that some row of a rank computes are sent to it, or all to all where "
-    "most are needed",
+    "exchange": "each rank is sent only the keys that its rows attend, or all keys are sent to all "
+    "ranks if most are needed",
     "gather": "all keys are sent to all ranks",
     "ring": "one kernel call for each owner of keys, merged by their logsumexp",
 }
@@ -33,24 +33,24 @@ _WHY = {
 
 @dataclass(frozen=True)
 class FlexPlan(PlanByNeed):
-    """What happens to one call of ``flex_attention``.
+    """How one call of ``flex_attention`` is handled.
 
     Attributes:
-        handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
-        schedule: ``"exchange"``, ranks send each other the keys that their rows compute;
-            ``"gather"``, all keys to all ranks; ``"ring"``, as an exchange, but with one owner's
-            keys at a time; ``"replicated_keys"``, each rank has all keys;
-            ``"local"``, the sequence is not sharded.
-        layout: in which order the shards lie, None for natural order.
-        mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
+        handler: ``"cp_dispatch"``, ``"stock"`` (unmodified torch) or ``"refused"``.
+        schedule: ``"exchange"``: ranks send each other the keys that their rows attend.
+            ``"gather"``: all keys go to all ranks. ``"ring"``: like an exchange, but with one
+            owner's keys at a time. ``"replicated_keys"``: each rank has all keys. ``"local"``: the
+            sequence is not sharded.
+        layout: the order of the shards, None for natural order.
+        mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape`` has their sizes.
         query_length, key_length: global lengths in positions.
-        groups: the key heads are cut into so many groups, and the keys of one travel while the
-            kernel of another computes (:mod:`cp_dispatch.flex.groups`); 1, nothing overlaps.
-        key_row_bytes: bytes that one position of key and value takes on a rank.
-        reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
-        rows_sent: key rows that each rank sends in a forward, where the block mask was looked at
-            (:func:`explain_flex`). Each is of all batch rows of a rank, or in a layout of each
-            batch row, where ``lanes`` is their number, of one.
+        groups: number of groups of key heads. The keys of one group travel while the kernel of
+            another computes (:mod:`cp_dispatch.flex.groups`). With 1, nothing overlaps.
+        key_row_bytes: bytes of one position of key and value on a rank.
+        reasons: why this plan was made; for ``"refused"`` all the reasons, each with what to do.
+        rows_sent: key rows that each rank sends in a forward; None unless the block mask was read
+            (:func:`explain_flex`). A row covers all batch rows of a rank or, if each batch row has
+            its own layout, a single one; ``lanes`` is then their number.
         call: the call in words.
     """
 
@@ -74,10 +74,10 @@ class FlexPlan(PlanByNeed):
 
     @property
     def extra_bytes(self) -> tuple[int, int]:
-        """Extra memory of a forward and of a backward beside inputs and results: keys and values
-        of all positions, and in a backward their gradients; by groups of heads, keys of the group
-        that computes and of the next one, and gradients of one. In a ring, of one rank: what is
-        there and what comes; in a backward also what goes, and sums in float32."""
+        """Bytes that a forward and a backward need beyond inputs and results: the keys and values
+        of the whole sequence and, in a backward, their gradients. With groups of heads: the keys
+        of the computing group and of the next one, and the gradients of one. In a ring: the shard
+        in use and the incoming one; in a backward also the outgoing one, and sums in float32."""
         if self.schedule not in _WHY or self.world_size == 1:
             return 0, 0
         size = self.key_length * self.key_row_bytes
@@ -105,7 +105,7 @@ class FlexPlan(PlanByNeed):
 
 
 def make_plan(options: Options, call: FlexCall) -> FlexPlan:
-    """Decide about a call that involves a DTensor; looks at no data."""
+    """Plan a call that involves a DTensor, without reading any data."""
     reasons = refusals(call, options.layout)
     if reasons:
         return FlexPlan("refused", reasons=tuple(reasons), call=call.describe())
@@ -135,18 +135,18 @@ def make_plan(options: Options, call: FlexCall) -> FlexPlan:
 
 
 def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ...]) -> tuple:
-    """How many groups of heads, from what all ranks know and a graph too, and why."""
+    """The number of groups of heads, from what all ranks and a graph know, and the reason."""
     mesh = call.query.device_mesh
     ranks = math.prod(map(mesh.size, ring))
     if schedule not in ("exchange", "gather") or ranks == 1:
         return (1,)
     masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
     if not keys_travel(schedule, options.layout, masked):
-        where = "natural order" if options.layout is None else "an order near the natural one"
+        where = "natural order" if options.layout is None else "an order close to natural order"
         return 1, (
-            "one kernel, which waits for keys: groups of heads are decided without a look at the "
-            f"mask, which in {where} is taken for a window or short documents; for one that needs "
-            'most keys a layout or schedule="gather" may overlap'
+            "one kernel, which waits for keys: groups of heads are chosen without reading the "
+            f"mask, and in {where} it is assumed to be a window or short documents; if it needs "
+            'most keys, a layout or schedule="gather" may overlap them'
         )
     sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
     heads, key_heads = int(call.query.shape[1]), int(call.key.shape[1])
@@ -160,18 +160,18 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
         return 1, "one kernel, which waits for keys: too few rows, key heads or bytes for several"
     return count, (
         f"{count} groups of key heads: the keys of one travel while the kernel of another "
-        "computes, and gradients go back so"
+        "computes, and so do the gradients on their way back"
     )
 
 
 def _largest_share(tensor, tensor_dim: int) -> int:
-    """The most batch rows or heads that a rank has."""
+    """The largest number of batch rows or heads on any rank."""
     ranks = math.prod(tensor.device_mesh.size(dim) for dim in sharded_dims(tensor, tensor_dim))
     return -(-int(tensor.shape[tensor_dim]) // ranks)
 
 
 def _lanes(query, layout: Balancer | None) -> int:
-    """The most batch rows of a rank that lie each in an order of its own."""
+    """The largest number of batch rows on any rank that each have their own order; else 1."""
     return max(1, _largest_share(query, 0)) if layout is not None and layout.rows > 1 else 1
 
 
@@ -181,7 +181,7 @@ def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[st
         return "gather", _WHY["gather"]
     size, why = int(call.key.shape[2]) * _key_row_bytes(call), ""
     if options.schedule == "auto" and size > RING_FROM:
-        why = f"{size / 2**30:.1f} GiB of keys and values are too many to hold at a time; "
+        why = f"{size / 2**30:.1f} GiB of keys and values are too much to hold at once; "
     elif options.schedule not in _RINGS:
         return "exchange", _WHY["exchange"]
     mesh = call.query.device_mesh
@@ -189,10 +189,10 @@ def _moving(options: Options, call: FlexCall, ring: tuple[int, ...]) -> tuple[st
     layout = "" if options.order is None else options.order.text
     lengths = int(call.query.shape[2]), int(call.key.shape[2])
     if not all(fits(ownership(length, shape, layout)) for length in lengths):
-        why += f"no ring, for some rank has no rows or more than {MAX_RUNS} runs of them"
+        why += f"no ring, because some rank has no rows or more than {MAX_RUNS} runs of them"
         return "exchange", f"{why}; {_WHY['exchange']}"
     if not all(_everyone_has_some(call.query, dim) for dim in (0, 1)):
-        why += "no ring, for some rank has no batch row or head"
+        why += "no ring, because some rank has no batch row or head"
         return "exchange", f"{why}; {_WHY['exchange']}"
     return "ring", why + _WHY["ring"]
 
@@ -210,5 +210,5 @@ def _key_row_bytes(call: FlexCall) -> int:
 
 
 def in_words(plan: FlexPlan, call: FlexCall) -> FlexPlan:
-    """The plan with what only people read."""
+    """The plan with the parts that are only for people to read."""
     return dataclasses.replace(plan, call=call.describe())

@@ -1,16 +1,16 @@
-"""What copy engines do at one call after the other, worked out at the first.
+"""Prepares the launches of repeated ops by copy engines at the first call.
 
-An op gets tensors of the same shapes and strides for the same mask again and again, and all that it
-does are a few launches. What these take is the same each time but for the memory: views, which are
-kept as numbers, indices of the exchange, and parts of rooms, which never move. Then a call is some
-ten calls of torch, which is all that a host has time for beside short kernels.
+For the same mask an op gets tensors of the same shapes and strides again and again, and only makes
+a few launches. Apart from memory addresses, their arguments are the same each time: views, which
+are stored as numbers, indices of the exchange, and parts of rooms, which never move. A prepared
+call is about ten calls of torch, which is all that the host has time for beside short kernels.
 
-A *way* is that of one op. ``keep_keys`` and ``keep_gradients`` go through the op once on stand-ins
-without memory, and note down its views of them; ``run`` makes the same views of a call's tensors,
-``given`` in the same order.
+A *way* is a prepared op. ``keep_keys`` and ``keep_gradients`` run the op once on stand-ins without
+memory, and record its views of them; ``run`` makes the same views of a call's tensors, ``given`` in
+the same order.
 
-A way lives as long as the views of its room (``Mailbox.views``); the exchange of a mask finds it
-without being held up, or holding up a room that another one replaced.
+A way is held by the views of its room (``Mailbox.views``). The exchange of a mask has only a weak
+reference to it, and so keeps neither the way nor a replaced room alive.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from cp_dispatch.flex.sums import RowSums
 from cp_dispatch.parts import way_to_add
 from cp_dispatch.rows import copy_rows, sum_rows
 
-#: For each exchange; an op's shapes hardly change while its mask stays the same.
+#: Ways per exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
 
-#: Bytes of a rank's keys and values whose copy should take longer than the host for a launch more;
-#: of its gradients likewise.
+#: Bytes of a rank's keys and values (or gradients) from which on their copy takes longer than the
+#: host for one more launch.
 LONG_COPY = 2**26
 
 #: The number of a tensor among those of a call, then size, strides and offset of a view of it.
@@ -54,7 +54,7 @@ class _Way:
 
     @property
     def box(self):
-        """The room; None once another one has taken its place."""
+        """The room; None once it has been replaced."""
         box = self._box()
         return box if box is not None and box.is_current else None
 
@@ -117,7 +117,7 @@ class KeysWay(_Way):
 
 
 def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer) -> None:
-    """Keep the way of tensors like these, if it is the same copies at each call."""
+    """Store the way for tensors like these, if it makes the same copies at each call."""
     if exchange.keys.lanes > 1 or 0 in (key.numel(), value.numel()):
         return
     way = KeysWay(group, carrier.box)
@@ -213,7 +213,7 @@ def keep_gradients(
 
 
 def _stand_in(x: Tensor) -> Tensor:
-    """A tensor like another, with memory of its own, which is none."""
+    """A meta tensor with the same shape, strides and dtype, and its own storage."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
@@ -236,7 +236,7 @@ def _copy(kept: Copies, given: Sequence[Tensor]) -> None:
 
 
 def _noted(tensors, given: Sequence[Tensor]) -> Views:
-    """Views of stand-ins as numbers; what is no view of one never moves."""
+    """Views of stand-ins as numbers. Tensors that are not views of one never move."""
     storages = [x.untyped_storage() for x in given]
     numbers = {id(x): i for i, x in enumerate(storages)}
     found = []
@@ -247,7 +247,7 @@ def _noted(tensors, given: Sequence[Tensor]) -> Views:
 
 
 def _made(views: Views, given: Sequence[Tensor]) -> list[Tensor]:
-    """The same views of what stands there now."""
+    """The same views of the actual tensors."""
     return [
         view if isinstance(view, Tensor) else view_of(given[view[0]], view[1], view[2], view[3])
         for view in views

@@ -1,14 +1,14 @@
-"""Keys and gradients by copy engines: ranks read what they need out of each other's rooms.
+"""Moves keys and gradients by copy engines: ranks read what they need from each other's rooms.
 
-Rows lie in a room of their owner, and whoever needs some copies them to where they belong: for
-keys, from the owner's shard to their positions in the buffer of a graph, so that nothing is packed
-or unpacked and what no row attends is not copied. (A graph may write over its buffers, so they can
-be no rooms themselves.) Where that would be many more copies than runs of the owner's shard, they
-come run by run, and a kernel puts them in place. Shares of gradients lie owner after owner; the
-owner copies and adds them.
+Rows are in a room of their owner, and a rank that needs some copies them to their final place. Keys
+go from the owner's shard to their positions in a graph's buffer, so nothing is packed or unpacked,
+and keys that no row attends are not copied. (A graph may overwrite its buffers, so they cannot be
+rooms themselves.) If that took many more copies than the owner's shard has runs, they are copied
+run by run, and a kernel puts them in place. Shares of gradients are stored owner after owner; the
+owner copies and sums them.
 
-The flags are those of Note [Flags of a mailbox], the other way round: "free" says that rows are
-there, "full" that they were read.
+The flags are those of Note [Flags of a mailbox] with roles exchanged: "free" means that rows are
+there, "full" that they have been read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from cp_dispatch.schedules.comm import Ring
 #: A copy costs some microseconds; where a rank would need more than this, a collective moves rows,
 #: and kernels put them in place.
 MOST_RUNS = 64
-# Views of rooms keep the exchange of a mask that may be gone, and its indices on the GPU.
+# Views of rooms keep the exchange of a mask alive, and its indices on the GPU.
 MOST_VIEWS = 16
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
-    """What brings the keys of all groups; all ranks find the same."""
+    """The carrier of the keys of all groups; the same on all ranks."""
     if 0 < exchange.most_runs[groups > 1] <= MOST_RUNS:
         rows = [x.rows for x in exchange.offered]
         if exchange.keys.lanes > 1:
@@ -46,7 +46,7 @@ def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: 
 
 
 def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
-    """What takes the gradients of all groups home; all ranks find the same."""
+    """The carrier of the gradients of all groups; the same on all ranks."""
     rows = exchange.shares
     room = _Room(exchange, ring, "flex gradients", key, value, groups, max(map(sum, rows)))
     if room.box is not None:
@@ -55,8 +55,8 @@ def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, gro
 
 
 def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> PulledGradients | None:
-    """What sums the gradients of all heads in one pass, None where there is no such thing; all
-    ranks find the same."""
+    """What sums the gradients of all heads in one pass, None if that is not possible; the same on
+    all ranks."""
     if exchange.keys.lanes > 1:
         return None
     carrier = gradients_by(exchange, ring, key, value, 1)
@@ -100,7 +100,7 @@ class _Pulled:
 
 
 class PulledKeys(_Pulled):
-    """As :class:`~cp_dispatch.flex.carriers.Collectives`, for keys."""
+    """Like :class:`~cp_dispatch.flex.carriers.Collectives`, for keys."""
 
     def _views(self):
         lanes, per_lane, heads = self._room.shape
@@ -136,7 +136,7 @@ class PulledKeys(_Pulled):
         ]
 
     def packed(self, like: Tensor) -> Tensor | None:
-        """Room for rows of others that come packed."""
+        """A buffer for packed rows of other ranks."""
         if not self._packs:
             return None
         return like.new_empty((sum(self._exchange.shares[self._rank]), self._room.columns))
@@ -170,7 +170,7 @@ class PulledKeys(_Pulled):
 
 
 class PulledGradients(_Pulled):
-    """As :class:`~cp_dispatch.flex.carriers.Collectives`, for gradients."""
+    """Like :class:`~cp_dispatch.flex.carriers.Collectives`, for gradients."""
 
     def _views(self):
         there = []
@@ -210,7 +210,7 @@ class PulledGradients(_Pulled):
             self._sum_by_row(grads, gathered)
 
     def _pull(self) -> list[Tensor]:
-        """What each peer has computed of this rank's rows, once the current stream has it."""
+        """Pull each peer's gradients of this rank's rows; the current stream waits for them."""
         came = [self._own.new_empty(rows.shape) for rows in self._there]
         self.box.pull(came, self._there, then_wait=True)
         return came

@@ -1,6 +1,7 @@
-"""Every reason to refuse a FlexAttention call, each with what to do instead.
+"""Collects every reason to refuse a ``flex_attention`` call, each with what to do instead.
 
-As in :mod:`cp_dispatch.refusal` the checks look at what all ranks share, so that all refuse alike.
+As in :mod:`cp_dispatch.refusal`, the checks use only what all ranks know, so all refuse in the same
+way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SEQUENCE = Shard(2)
 
 
 def refusals(call: FlexCall, layout: Balancer | None) -> list[str]:
-    """All reasons why the call is not supported; none if it is."""
+    """All reasons why the call is not supported; empty if it is."""
     reasons = form_refusals(call)
     if reasons:
         return reasons
@@ -50,19 +51,19 @@ def _placement_refusals(call: FlexCall) -> list[str]:
                 continue
             also = " or Replicate()" if wanted == SEQUENCE else ""
             reasons.append(
-                f"{name} is {placement} on {where} where query is {wanted}; redistribute it to "
+                f"{name} is {placement} on {where}, where query is {wanted}; redistribute it to "
                 f"{wanted}{also}"
             )
         if call.key.placements[dim] != call.value.placements[dim]:
             reasons.append(
-                f"key is {call.key.placements[dim]} on {where}, value "
-                f"{call.value.placements[dim]}; place them alike"
+                f"key is {call.key.placements[dim]} on {where}, value is "
+                f"{call.value.placements[dim]}; give them the same placement"
             )
     kinds = {call.key.placements[dim] == SEQUENCE for dim in sharded_dims(query, 2)}
     if len(kinds) > 1:
         reasons.append(
-            f"key is sharded along the sequence on some of the mesh dims that share the query's, "
-            f"{call.key.placements} beside {query.placements}; place key and value like the query"
+            "key is sharded along the sequence on only some of the mesh dims on which query is, "
+            f"{call.key.placements} and {query.placements}; place key and value like the query"
         )
     if call.query.shape[1] != call.key.shape[1]:
         ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
@@ -87,16 +88,16 @@ def _mask_refusals(call: FlexCall) -> list[str]:
     tensors = [x for x in call.mask.lists if x is not None]
     if any(isinstance(x, DTensor) for x in tensors):
         return [
-            "block_mask holds DTensors; make it of plain tensors, the same on every rank "
-            "(create_block_mask outside of DTensors), or with cp_dispatch.create_cp_block_mask"
+            "block_mask holds DTensors; make it from plain tensors that are the same on every rank "
+            "(create_block_mask, called without DTensors), or with cp_dispatch.create_cp_block_mask"
         ]
     reasons = []
     batch, heads = call.query.shape[:2]
     given = tuple(call.mask.lists.kv_num.shape[:2])
     if given[0] not in (1, batch) or given[1] not in (1, heads):
         reasons.append(
-            f"block_mask is for {given[0]} batch rows and {given[1]} heads, query has {batch} and "
-            f"{heads} in all; make it for these numbers, or for 1 (None)"
+            f"block_mask is for {given[0]} batch rows and {given[1]} heads, but query has {batch} "
+            f"and {heads} over all ranks; make it for these numbers, or for 1 (None)"
         )
     return reasons
 
@@ -106,10 +107,14 @@ def _captured_refusals(call: FlexCall, name: str, x: torch.Tensor) -> list[str]:
         return []
     reasons = []
     if x.device_mesh != call.query.device_mesh:
-        reasons.append(f"{name} is on {x.device_mesh}, query on {call.query.device_mesh}")
+        reasons.append(
+            f"{name} is on {x.device_mesh}, query on {call.query.device_mesh}; put both on the "
+            "same mesh"
+        )
     if not all(type(p) in (Shard, Replicate, Partial) for p in x.placements):
         reasons.append(
-            f"{name} is placed {x.placements}; supported are Shard(dim), Replicate() and Partial()"
+            f"{name} has placements {x.placements}; supported are Shard(dim), Replicate() and "
+            "Partial()"
         )
     return reasons
 
@@ -127,8 +132,8 @@ def _layout_refusals(call: FlexCall, layout: Balancer, ring: tuple[int, ...]) ->
     reasons = length_refusals(layout, lengths) or shares_refusals(layout, shape)
     if layout.rows > 1 and not call.query.shape[0] == call.key.shape[0] == layout.rows:
         reasons.append(
-            f"query and key have {call.query.shape[0]} and {call.key.shape[0]} batch rows, the "
-            f"layout has a row of its own for each of {layout.rows}"
+            f"query and key have {call.query.shape[0]} and {call.key.shape[0]} batch rows, but the "
+            f"layout is for {layout.rows}, each with its own order"
         )
     for name, x in call.captured.items():
         reasons += _order_refusals(name, x, layout, ring)
@@ -136,7 +141,7 @@ def _layout_refusals(call: FlexCall, layout: Balancer, ring: tuple[int, ...]) ->
 
 
 def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...]) -> list[str]:
-    """A captured tensor that is sharded like the sequence lies in the layout."""
+    """Refuse a captured tensor that is sharded like the sequence but cannot be in the layout."""
     if not isinstance(x, DTensor):
         return []
     dims = {p.dim for i, p in enumerate(x.placements) if i in ring and isinstance(p, Shard)}
@@ -147,9 +152,9 @@ def _order_refusals(name, x, layout: Balancer, ring: tuple[int, ...]) -> list[st
     if fits and own_rows and _even(x, dims, layout):
         return []
     return [
-        f"{name}, {list(x.shape)} placed {x.placements}, is sharded over the ranks that share the "
-        f"sequence, so it should lie in the layout, {named(layout)}, and it cannot; replicate it, "
-        "in true order"
+        f"{name}, {list(x.shape)} with placements {x.placements}, is sharded over the ranks that "
+        f"share the sequence, so it should be in the layout, {named(layout)}, but it cannot be; "
+        "replicate it, in natural order"
     ]
 
 

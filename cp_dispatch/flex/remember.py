@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward, and how long the backward's rule is needed for it."""
+"""State that a forward leaves for its backward, and how long the backward's rule stays for it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Note:
 
 
 def remember(kernel_options: dict, options: Options) -> None:
-    """Leave the options of a forward for its backward.
+    """Store the options of a forward for its backward.
 
-    In a trace the dict may be one of the graph's, which nobody can write to; there both directions
-    are traced under the same options.
+    In a trace the dict may belong to the graph and not be writable; there both directions are
+    traced under the same options.
     """
     try:
         kernel_options[_KEY] = _Note(options)
@@ -38,18 +38,18 @@ def remember(kernel_options: dict, options: Options) -> None:
 
 
 def remembered(kernel_options: dict) -> Options | None:
-    """The options that the forward ran under; None where nobody noted them."""
+    """The options that the forward ran under; None if they were not stored."""
     note = kernel_options.get(_KEY)
     return None if note is None else note.options
 
 
 def users(kernel_options: dict) -> dict:
-    """The user's options, which the local kernel takes."""
+    """The user's own ``kernel_options``, for the local kernel."""
     return {key: value for key, value in kernel_options.items() if key != _KEY}
 
 
 def when_none_is_left(function) -> None:
-    """Call ``function`` once no forward waits for its backward any more, now or later."""
+    """Call ``function`` as soon as no forward waits for its backward any more."""
     with _lock:
         _when_none.append(function)
         _call_if_none()

@@ -1,4 +1,4 @@
-"""Results of a rank: their outlines, and as DTensors."""
+"""Results of a rank: empty tensors of their shapes, and conversion to DTensors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def outlines(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def not_before(results, *waited) -> list[Tensor]:
-    """The results of a rank without rows, once what it ``waited`` for is there.
+    """The results of a rank without rows, made to depend on what it ``waited`` for.
 
-    A graph leaves out what nothing comes of, and moves from the backward to the forward what does
-    not come of gradients; the other ranks would wait for this one's part in an exchange for ever.
+    A graph drops computations without users, and moves those that do not depend on gradients from
+    the backward to the forward. Without the dependency the other ranks would wait forever for this
+    rank's part in an exchange.
     """
     starts = [x.unsqueeze(0)[:0] for x in waited if isinstance(x, Tensor)]
     return torch.ops.cp_dispatch.flex_apart([*results, *starts])[: len(results)]
 
 
 def zeros_for(captured) -> Tensor | None:
-    """The gradient of what a mod captures where this rank has no row that it could come from."""
+    """Zero gradients of what a mod captures, for a rank without rows."""
     needs = isinstance(captured, Tensor) and captured.is_floating_point()
     return torch.zeros_like(captured) if needs else None
 
@@ -79,7 +80,7 @@ def wrap(local: Tensor, like: DTensor, placements=None) -> DTensor:
 
 
 def nothing(like: DTensor, dims: int) -> DTensor:
-    """A result on a rank outside of the mesh."""
+    """The result on a rank outside the mesh."""
     shape = like.shape[:dims]
     return DTensor.from_local(
         local_tensor(like).new_empty(0), like.device_mesh, like.placements, run_check=False,

@@ -1,9 +1,8 @@
 """The ring schedule: one kernel call for each owner of keys, merged by their logsumexp.
 
-Holds one window of keys at a time. Keys come straight from their owner at each hop, and gradients
-go straight back, so nothing travels further than it must. Hops at which no rank computes anything
-are left out in eager mode; in a graph, which does not know, their collectives are, and the kernels
-find empty lists of blocks.
+Holds one window of keys at a time. At each hop keys come directly from their owner, and gradients
+go directly back. Hops at which no rank computes anything are left out in eager mode. A graph cannot
+know them: there only their collectives are left out, and the kernels get empty lists of blocks.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _hops(local: LocalFlex, backward: bool):
-    """``(hop, (keys, values))`` of every hop at which there is something to compute, or, where that
-    is not known, may be; at least the first."""
+    """``(hop, (keys, values))`` of every hop at which there is, or may be, something to compute; at
+    least the first."""
     key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
     fill = local.must_fill
     job = None if is_tracing() else MaskJob(*local.mask_arguments)

@@ -1,4 +1,4 @@
-"""Rows of keys: copied in few launches, and the attention's tensors as rows."""
+"""Copies rows of keys in few launches, and views attention's tensors as rows."""
 
 from __future__ import annotations
 

@@ -2,17 +2,18 @@
 
 Note [Where the rules stand]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-``flex_attention`` checks its arguments, has dynamo trace the mods into graphs, with all tensors
-that they capture as arguments, and calls the higher-order op with DTensors. Torch's autograd kernel
-of the op comes first: its ``autograd.Function`` saves DTensors and calls the op below autograd, and
-in the backward ``flex_attention_backward``. Both then reach the rules of their first subclass
-argument, ours, in eager mode and, since the modes of traces step back for subclasses, in the same
-way in a trace, where the local tensors are those of the graph. So a rule needs no autograd of its
-own; it brings keys, calls the op again on local tensors, and wraps what comes out.
+``flex_attention`` checks its arguments, has dynamo trace the mods into graphs, with all captured
+tensors as arguments, and calls the higher-order op with DTensors. Torch's autograd kernel of the op
+comes first: its ``autograd.Function`` saves DTensors and calls the op below autograd, and in the
+backward ``flex_attention_backward``. Both then reach the rules of their first subclass argument,
+which are ours. This holds in eager mode and also in a trace, because tracing modes defer to
+subclasses; there the local tensors are those of the graph. So a rule needs no autograd of its own:
+it fetches keys, calls the op again on local tensors, and wraps the results.
 
 A backward may run in another thread, or after the block in which its forward ran, so it must not
-ask what is enabled. Of all that torch hands from the forward to the backward, ``kernel_options`` is
-a dict of that call alone: the forward leaves its options there (:mod:`cp_dispatch.flex.remember`).
+depend on what is enabled. Of everything that torch passes from the forward to the backward,
+``kernel_options`` is a dict that belongs to that call alone, so the forward stores its options
+there (:mod:`cp_dispatch.flex.remember`).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ BACKWARD = torch.ops.higher_order.flex_attention_backward
 
 
 def rules(current_options, plain_context):
-    """The rules of both ops, under the options that ``current_options()`` says at a call, but for
-    those that a trace finds in a style; None leaves the call to torch. ``plain_context()`` is the
+    """The rules of both ops. They use the options that ``current_options()`` returns at a call, or
+    in a trace those of a style; None leaves the call to torch. ``plain_context()`` returns the
     block of plain shards."""
 
     def options_now(query):
@@ -117,8 +118,8 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
     if _is_outside(call):
         return tuple(nothing(call.query, dims) for dims in (4, 3, 3))
     if _is_dynamos_look(call.query):
-        # Refusals wait for the call itself, which raises them as they are. But the keys of torch's
-        # caches are made next, and must tell ranks apart.
+        # Refusals are left to the call itself, which raises them unchanged. But torch makes its
+        # cache keys next, and these must differ between ranks.
         plan = make_plan(options, call)
         if plan.handler != "refused":
             LocalFlex(call, plan).note_trace(options)
@@ -238,12 +239,12 @@ def _is_outside(call: FlexCall) -> bool:
 
 
 def _is_dynamos_look(query) -> bool:
-    """Whether dynamo asks for shapes alone, before there is a graph."""
+    """Whether this is dynamo's first look, which only asks for shapes, before there is a graph."""
     return isinstance(query, DTensor) and is_fake(local_tensor(query))
 
 
 def _check_block(plain_context) -> None:
-    """The local call of a graph that inductor does not compile must not run in a block."""
+    """Refuse a graph that inductor does not compile inside a block, because of its local call."""
     if not is_tracing() or compiles_for_inductor():
         return
     note_trace("the block of context_parallel", plain_context)
@@ -251,7 +252,7 @@ def _check_block(plain_context) -> None:
         raise ContextParallelError(
             "flex_attention on DTensors is refused inside context_parallel in graphs that inductor "
             "does not compile: the block would take the graph's own call for one on plain shards; "
-            'use the backend "inductor", or call it outside of the block'
+            'use the backend "inductor", or call it outside the block'
         )
 
 

@@ -1,4 +1,4 @@
-"""Inputs of a module around ``flex_attention``: plain shards to DTensors, and its outputs back."""
+"""Finds the inputs of a module around ``flex_attention``, and turns plain shards into DTensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NAMES = ("query", "key", "value")
 def find_inputs(module: str, names: list[str], args: tuple, kwargs: dict) -> list[tuple]:
     """Where query, key and value are: ``(position, None)`` or ``(None, keyword)``.
 
-    By ``names``, those of the arguments of its forward: ``query``, ``key``, ``value`` or ``q``,
-    ``k``, ``v``; where it has no such ones, they are the first three tensors.
+    ``names`` are the argument names of the module's forward. Query, key and value are the arguments
+    ``query``, ``key``, ``value`` or ``q``, ``k``, ``v``, else the first three tensors.
     """
     places = [*((i, None) for i in range(len(args))), *((None, name) for name in kwargs)]
 
@@ -34,7 +34,7 @@ def find_inputs(module: str, names: list[str], args: tuple, kwargs: dict) -> lis
     if len(tensors) < 3:
         raise ContextParallelError(
             "ContextParallel(attention_type='flex') is for a module that takes query, key and "
-            f"value, as arguments of these names or as its first three tensors; "
+            "value, as arguments with these names or as its first three tensors; "
             f"{module} got {len(tensors)} tensors"
         )
     return tensors[:3]
@@ -46,20 +46,21 @@ def value_at(place: tuple, args, kwargs):
 
 
 def lengths_of_masks(args: tuple, kwargs: dict) -> list[int]:
-    """Global lengths that block masks among the arguments tell."""
+    """Global lengths of the block masks among the arguments."""
     masks = [x for x in (*args, *kwargs.values()) if isinstance(x, BlockMask)]
     return [length for mask in masks for length in mask.seq_lengths]
 
 
 def as_dtensors(places, args: tuple, kwargs: dict, mesh: DeviceMesh, seq_dim: int, lengths):
-    """The same arguments with plain shards at ``places`` as DTensors of these global lengths."""
+    """The same arguments, with plain shards at ``places`` turned into DTensors of these global
+    lengths."""
     made = []
     for place, length in zip(places, lengths, strict=True):
         x = value_at(place, args, kwargs)
         if not isinstance(x, DTensor):
             shape = list(x.shape)
             shape[seq_dim] = length
-            # Its memory order, with the global sizes.
+            # The shard's memory order, with the global sizes.
             order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
             stride, step = [0] * x.ndim, 1
             for dim in reversed(order):
@@ -85,14 +86,14 @@ def with_inputs(places, tensors, args: tuple, kwargs: dict):
 
 
 def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, uneven: bool):
-    """Lengths of the sequences that these are shards of; of uneven ones ranks tell each other."""
+    """Global lengths of the sequences of these shards; if uneven, by a collective."""
     own = [x.shape[seq_dim] for x in given]
     if not uneven:
         return [
             x.shape[seq_dim] if isinstance(x, DTensor) else length * mesh.size()
             for x, length in zip(given, own, strict=True)
         ]
-    if debug_is_on():  # ranks that refuse do not come below
+    if debug_is_on():  # ranks that refuse do not get to the exchange
         agree("flex_attention", "    lengths are told next", (), mesh)
     local = [0 if isinstance(x, DTensor) else n for x, n in zip(given, own, strict=True)]
     sent = torch.tensor(local, dtype=torch.int64, device=mesh.device_type)

@@ -1,10 +1,10 @@
-"""Of what the gradients of one rank's keys are the sums.
+"""Sums the shares of the gradients of one rank's keys.
 
-A rank's rows were computed by itself and by takers, run by run. Where runs begin and end in few
-places, they are added where they lie, with a launch for each stretch of rows that the same ranks
-share (:mod:`cp_dispatch.parts`). Orders of scattered blocks have so many stretches that launches
-take the host longer than it takes a GPU to copy the rank's own rows beside those of others; then
-all are summed row by row in one launch, in the same order and rounded as often.
+The shares come from the rank itself and from the ranks that took its keys, in runs of rows. If runs
+begin and end in few places, they are summed in place, with one launch for each stretch of rows with
+the same sources (:mod:`cp_dispatch.parts`). Orders of scattered blocks have so many stretches that
+the launches would take the host longer than it takes a GPU to copy the rank's own rows next to the
+others; then all rows are summed in one launch, in the same order and with the same rounding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An op of FlexAttention by copy engines that failed on this rank, to its end by flags alone.
+"""Completes the flags of a FlexAttention op by copy engines that failed on this rank.
 
-As :mod:`cp_dispatch.schedules.flags_alone` for schedules: the other ranks read what is left in a
-room of this one, and neither wait nor find a flag at the next call. Each op pulls once, and one of
-several ops of a call says which pulls the call has yet to make. An error between two ops, in a
-graph's own part, nobody sees here.
+Like :mod:`cp_dispatch.schedules.flags_alone` for schedules: the other ranks read whatever is in
+this rank's room, do not hang, and find no stale flag at the next call. Each op pulls once; if a
+call has several ops, each op says which pulls the call has yet to make. An error between two ops,
+in the graph's own part, is not noticed here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ _log = logging.getLogger("cp_dispatch")
 
 
 class ToTheEnd:
-    """Around what an op does until it has pulled.
+    """A context manager around an op, up to the end of its pull.
 
     Args:
-        box: whose rooms are read; None where collectives move rows, which end with their group.
-        rest: the boxes of later pulls of the call, each asked for when the one before was pulled;
-            None where collectives would come next.
+        box: the mailbox whose rooms are read; None if collectives move rows, which end with their
+            group.
+        rest: the mailboxes of later pulls of the call, each requested after the previous pull; None
+            if collectives would come next.
     """
 
     def __init__(self, box: Mailbox | None, rest: Iterable[Mailbox | None] = ()):
@@ -42,7 +43,7 @@ def finish(box: Mailbox, before: int, rest: Iterable[Mailbox | None] = ()) -> No
     try:
         if box.pulls == before:
             _flags_of(box)
-        else:  # its copies write to memory that nobody holds any longer
+        else:  # its copies write to memory that may be freed now
             box.wait()
         for later in rest:
             if later is None:

@@ -1,8 +1,9 @@
-"""Whose options the calls of a graph have that dynamo makes: those of a style, or the toggle's.
+"""Records which options the ``flex_attention`` calls of a dynamo graph have: a style's or enable's.
 
-In the trace below dynamo nothing tells the rules of the op whether a call was made in a module in
-the style ``ContextParallel``. Dynamo knows, and has the rules look at every call first. So a look
-notes the options down for its graph, and a graph whose calls have different ones is refused.
+In the trace below dynamo, the rules of the op cannot know whether a call was made in a module in
+the style ``ContextParallel``. Dynamo knows, and calls the rules for every call first to get shapes.
+That first look records the options for its graph. A graph whose calls have different options is
+refused.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from cp_dispatch._compat import dynamo_traces
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.options import Options
 
-_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by what dynamo has for each
+_graphs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by dynamo's tracing context
 
 
 class _Graph:
     def __init__(self):
-        self.style: int | None = None  # in which dynamo is
-        self.options: Options | None = None  # of that
-        self.calls = 0  # in that
+        self.style: int | None = None  # the style that dynamo is in
+        self.options: Options | None = None  # of this style
+        self.calls = 0  # in this style
         self.has_styles = False
-        self.was_left = True  # all modules by their ends
-        self.found: list[Options] = []  # of all calls, each once
+        self.was_left = True  # whether dynamo saw the end of every module
+        self.found: list[Options] = []  # distinct options of all calls
 
 
 def _graph() -> _Graph:
@@ -31,34 +32,34 @@ def _graph() -> _Graph:
 
 
 def enter(style: int) -> None:
-    """Dynamo comes to a module in a style."""
+    """Dynamo enters a module in a style."""
     graph = _graph()
     graph.was_left &= graph.style is None
     graph.style, graph.options, graph.calls, graph.has_styles = style, None, 0, True
 
 
 def know(style: int, options: Options) -> None:
-    """And to the options that the style has for it."""
+    """Dynamo has determined the options of the module's style."""
     graph = _graph()
     if graph.style == style:
         graph.options = options
 
 
 def leave() -> str:
-    """Dynamo has left the module; why it must not be traced, if so."""
+    """Dynamo has left the module. Returns why it must not be traced, or ""."""
     graph = _graph()
     graph.style = None
     if not graph.calls:
         return (
-            "no call of flex_attention was seen in a compiled module in ContextParallel("
-            "attention_type='flex') on what was made of query, key and value. Do not compile the "
-            "module"
+            "a compiled module in ContextParallel(attention_type='flex') did not call "
+            "flex_attention on its query, key and value, as far as dynamo can see. Do not compile "
+            "the module"
         )
     return _several(graph)
 
 
 def options_at_look(toggles: Options | None) -> tuple[Options | None, bool]:
-    """The options of a call that dynamo looks at, and whether they are those of a style."""
+    """The options of a call at dynamo's first look, and whether they are those of a style."""
     graph = _graph()
     is_own = graph.style is not None
     options = graph.options if is_own else toggles
@@ -70,20 +71,20 @@ def options_at_look(toggles: Options | None) -> tuple[Options | None, bool]:
 
 def options_of_graph() -> Options | None:
     """The options of all calls of the graph that is traced below dynamo; None if no call is in a
-    style, so that they are the toggle's.
+    style, so that the options are those of ``enable``.
 
     Raises:
-        ContextParallelError: there are several, or dynamo did not see where a module ended, so that
-            calls after it are taken for its own.
+        ContextParallelError: if there are several, or if dynamo did not see where a module ended,
+            so that calls after it would count as its own.
     """
     graph = _graphs.get(dynamo_traces())
     if graph is None or not graph.has_styles or not graph.found:
         return None
     if graph.style is not None or not graph.was_left:
         raise ContextParallelError(
-            "there is no telling where a module in ContextParallel(attention_type='flex') ends in "
-            "a compiled graph that catches what it raised, or has it inside another such module. "
-            "Do not compile the module"
+            "cp_dispatch cannot tell where a module in ContextParallel(attention_type='flex') ends "
+            "in a compiled graph that catches an exception of the module, or has it inside another "
+            "such module. Do not compile the module"
         )
     if reason := _several(graph):
         raise ContextParallelError(reason)
@@ -99,7 +100,7 @@ def _several(graph: _Graph) -> str:
         for x in graph.found
     )
     return (
-        "one compiled graph holds calls of flex_attention in ContextParallel(attention_type="
-        f"'flex') and others under other options: {words}. Give them the same, or compile the "
-        "modules apart, each in a graph of its own (model.layers[i].compile())"
+        "one compiled graph has calls of flex_attention in ContextParallel(attention_type='flex') "
+        f"and calls under different options: {words}. Give them the same options, or compile the "
+        "modules separately, each in its own graph (model.layers[i].compile())"
     )

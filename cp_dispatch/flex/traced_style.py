@@ -1,14 +1,15 @@
-"""The style ``ContextParallel(attention_type="flex")`` inside graphs of torch.compile.
+"""``ContextParallel(attention_type="flex")`` inside graphs of torch.compile.
 
 Note [Flex styles in graphs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In eager mode the style runs the module on DTensors with its options enabled. In a trace the
-DTensors are made by dynamo, of equal shards, and are gone when the graph is done; what is enabled
-cannot change there (see Note [Styles in graphs]). The options follow from a number that the graph
-holds and is guarded by; dynamo's looks at calls of the op hand them to the rules of the op, which
-run when the graph is traced further (:mod:`cp_dispatch.flex.traced_calls`). The number is an
-argument of :data:`flex_shard`, an op that is gone then: where it runs for real, nobody traced the
-graph further, so that the rules would ask what is enabled.
+In eager mode the style runs the module on DTensors with its options enabled. In a trace, dynamo
+makes the DTensors, from equal shards, and the finished graph does not contain them; the enabled
+options cannot change there (see Note [Styles in graphs]). Instead the options are identified by a
+number that the graph holds and is guarded by. At dynamo's first look at a call of the op they are
+recorded for the rules of the op, which run when the graph is traced further
+(:mod:`cp_dispatch.flex.traced_calls`). The number is an argument of :data:`flex_shard`, an op that
+further tracing removes. If it does run, the graph was not traced further, and the rules would use
+the enabled options, so it raises.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from cp_dispatch.toggle import flex_rules_for_trace
 from cp_dispatch.traced_style import has_dtensor, map_tensors, number_for
 
 NO_ORDER = (
-    "there is no telling in which order the shards lie, without buffers; pass "
-    'balancer="head-tail", a balancer, or None for natural order'
+    'without buffers the order of the shards is unknown; pass balancer="head-tail", a balancer, or '
+    "None for natural order"
 )
 _EXPORTED = "a module in ContextParallel(attention_type='flex') cannot be exported"
 _UNEVEN = (
-    "flex_attention on plain shards is refused: inside torch.compile ranks do not tell each other "
-    "their lengths; use a length that the ranks divide, or do not compile the module"
+    "flex_attention on plain shards is refused: inside torch.compile ranks cannot exchange their "
+    "lengths; use a length that is a multiple of the number of ranks, or do not compile the module"
 )
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
-_styles: dict[str, tuple] = {}  # what gives the block here and now, and the sequence dim
+_styles: dict[str, tuple] = {}  # a function that returns the block in effect, and the sequence dim
 _entered: dict[int, tuple[PlainContext, int]] = {}
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -51,12 +52,12 @@ library.define("flex_shard(Tensor query, int style) -> Tensor")
 def _flex_shard(query, style):
     if dynamo_traces() is None or style not in _entered:
         raise ContextParallelError(
-            "this graph holds a module in ContextParallel(attention_type='flex'), and its backend "
-            "runs it as it is, or another process made it; use a backend that traces it, as "
-            '"inductor" or "aot_eager", in this process'
+            "this graph has a module in ContextParallel(attention_type='flex'), but its backend "
+            "runs the graph as is, or it was made in another process; use a backend that traces "
+            'the graph, such as "inductor" or "aot_eager", in this process'
         )
     context, dim = _entered[style]
-    length = int(query.shape[dim]) * context.mesh.size()  # a graph is of one length
+    length = int(query.shape[dim]) * context.mesh.size()  # a graph is for one length
     traced_calls.know(style, Options(context.schedule, context.layout(length), True))
     return torch.ops.aten.alias(query)
 
@@ -66,13 +67,13 @@ library.impl("flex_shard", _flex_shard, "CompositeImplicitAutograd")
 
 @torch.compiler.assume_constant_result
 def _enter(style: str) -> tuple[int, str]:
-    """The number of the block that holds here and now, with a guard that it goes on to, and why
-    the module cannot be traced, if so."""
+    """The number of the block in effect, guarded by the block, and why the module cannot be traced,
+    or ""."""
     decide, dim = _styles[style]
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
     context = decide()
     number = number_for((context, dim), _entered)
-    if torch.compiler.is_exporting():  # to dynamo of torch 2.11 it is always
+    if torch.compiler.is_exporting():  # in dynamo of torch 2.11 it always is
         return number, _EXPORTED
     if not context.order_is_known:
         return number, NO_ORDER
@@ -91,7 +92,7 @@ def _sdpa_so_far(style: str) -> int:
 
 @torch.compiler.assume_constant_result
 def _leave(style: str) -> str:
-    """Why what was traced must not run, if so."""
+    """Why the traced calls must not run, or ""."""
     return traced_calls.leave()
 
 
@@ -99,12 +100,12 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
     """A forward for modules in the style.
 
     Args:
-        names: of the arguments of the module's forward.
+        names: the argument names of the module's forward.
         seq_dim: the sequence dim of query, key and value.
-        mesh: of the ranks that share the sequence.
-        decide: gives the block that the style is, here and now.
+        mesh: the mesh of the ranks that share the sequence.
+        decide: returns the context of the style's block in effect.
         run: ``run(module, forward, args, kwargs)`` calls the forward in eager mode.
-        own: the forward that a module has instead of its class's, as a function of the module.
+        own: the forward that a module has in place of its class's, as a function of the module.
     """
     style = f"flex{len(_styles)}"
     _styles[style] = decide, seq_dim
@@ -116,7 +117,7 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
-        # Called for real, so there was a graph break inside.
+        # Called in eager mode, so there was a graph break inside.
         return run(self, original, args, kwargs)
 
     skip_code(traced)

@@ -1,4 +1,4 @@
-"""Who owns which positions of the sequence."""
+"""Layouts: which rank owns which positions of the sequence."""
 
 from cp_dispatch.layouts.balancer import Balancer, from_text
 from cp_dispatch.layouts.block_balanced import BlockBalanced

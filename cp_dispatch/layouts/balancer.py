@@ -1,4 +1,4 @@
-"""What all balancers have in common: from the spans of each rank, everything else.
+"""``Balancer``, the base class of balancers: derives everything from the spans of each rank.
 
 Note [Balancers]
 ~~~~~~~~~~~~~~~~
@@ -8,10 +8,11 @@ has nearly twice the mean work. A *balancer* says which positions each rank owns
     natural order, W = 2      0 0 0 0 1 1 1 1
     HeadTail(8, 2)            0 0 1 1 1 1 0 0
 
-It changes who owns a position, never how many: rank r owns as many rows as ``torch.chunk`` gives
-it, because DTensor's ``Shard`` counts on that. Within a rank, rows are in ascending order, so they
-are a few runs of consecutive positions (:class:`~cp_dispatch.layouts.spans.Span`). The *permuted*
-sequence is the ranks' rows one after the other: ``permuted[b, i] = natural[b, indices[b, i]]``.
+A balancer changes which rows a rank owns, never how many: rank r owns as many as ``torch.chunk``
+gives it, because DTensor's ``Shard`` relies on that. Within a rank, rows are in ascending order, so
+they form a few runs of consecutive positions (:class:`~cp_dispatch.layouts.spans.Span`). The
+*permuted* sequence is the concatenation of the ranks' rows:
+``permuted[b, i] = natural[b, indices[b, i]]``.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ Spans = tuple[Span, ...]
 
 
 class Balancer:
-    """Who owns which positions, for one sequence length and one number of ranks.
+    """Which rank owns which positions, for one sequence length and one number of ranks.
 
-    Balancers are values: equal where their :attr:`text` is, hashable, pickled as that text. A kind
-    of balancer is a frozen dataclass that defines ``_arguments``, ``_assign`` and ``_work_before``.
-    See Note [Balancers].
+    Balancers are values: two are equal if their :attr:`text` is equal; they are hashable, and are
+    pickled as that text. A subclass is a frozen dataclass that defines ``_arguments``, ``_assign``
+    and ``_work_before``. See Note [Balancers].
     """
 
     #: Positions of the whole sequence.
     seq_len: int
     #: Ranks that share it.
     world_size: int
-    #: 1 if all rows of the batch share the layout, else the batch size.
+    #: 1 if all batch rows share one layout, else the batch size.
     rows: int = 1
 
     def _arguments(self) -> list:
@@ -53,22 +54,22 @@ class Balancer:
         raise NotImplementedError
 
     def _assign(self) -> Sequence[Sequence[Sequence[Span]]]:
-        """``[row][rank]`` -> spans in any order, together ``shard_lengths[rank]`` long."""
+        """``[row][rank]`` -> spans in any order, ``shard_lengths[rank]`` positions in total."""
         raise NotImplementedError
 
     def _work_before(self, row: int, position: int):
-        """Work of all positions of a row before ``position``."""
+        """Total work of the positions of a row before ``position``."""
         raise NotImplementedError
 
     # -- The layout -------------------------------------------------------------------------
 
     @functools.cached_property
     def shard_lengths(self) -> tuple[int, ...]:
-        """Rows of each rank, by ``torch.chunk``'s rule: the last ones possibly short or empty."""
+        """Rows of each rank, as ``torch.chunk`` deals them; the last may have fewer or none."""
         return tuple(span.length for span in chunk(Span(0, self.seq_len), self.world_size))
 
     def spans(self, rank: int) -> tuple[Spans, ...]:
-        """For each of :attr:`rows`, the runs of positions that ``rank`` owns, ascending."""
+        """For each of :attr:`rows`, the spans of positions that ``rank`` owns, ascending."""
         return self._spans[check_rank(rank, self.world_size)]
 
     @functools.cached_property
@@ -96,7 +97,7 @@ class Balancer:
             return inverse_permutation(self.indices, check=False)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """``(rows, local length)`` int64: the true positions of a rank's rows, for RoPE.
+        """``(rows, local length)`` int64: the original positions of a rank's rows, for RoPE.
 
         A new tensor on ``device``, by default the CPU.
         """
@@ -106,15 +107,15 @@ class Balancer:
     # -- How well it balances ---------------------------------------------------------------
 
     def work(self, rank: int):
-        """Work of a rank, summed over :attr:`rows`: (query, key) pairs, or the given numbers."""
+        """Work of a rank, summed over :attr:`rows`: (query, key) pairs, or the given work."""
         return self._work(self.spans(rank))
 
     def imbalance(self) -> float:
-        """The most work of a rank over the mean. 1.0 is perfect."""
+        """The largest work of a rank divided by the mean. 1.0 is perfect."""
         return max_over_mean([self.work(rank) for rank in range(self.world_size)])
 
     def natural_work(self, rank: int):
-        """What the work of ``rank`` would be in natural order."""
+        """The work that ``rank`` would have in natural order."""
         chunks = chunk(Span(0, self.seq_len), self.world_size)
         own = chunks[check_rank(rank, self.world_size)]
         return self._work([(own,)] * self.rows)
@@ -131,7 +132,7 @@ class Balancer:
         )
 
     def explain(self) -> str:
-        """A few lines: work per rank, imbalance, and what was not divisible."""
+        """A short report: work per rank, imbalance, and lengths that were not divisible."""
         work = [self.work(rank) for rank in range(self.world_size)]
         lines = [
             f"{type(self).__name__}: {self.seq_len} positions on {self.world_size} ranks, "
@@ -162,14 +163,14 @@ class Balancer:
 
     @property
     def outline(self) -> Balancer:
-        """An equal one for whatever remembers layouts, without indices: those of 4 rows of 131,072
-        positions take 8 MiB, and data may come in another layout at every step."""
+        """An equal balancer without indices, for caches: the indices of 4 rows of 131,072 positions
+        take 8 MiB, and every step may bring a new layout."""
         return self._outline or self
 
     @functools.cached_property
     def _outline(self) -> Balancer | None:
         outline = object.__new__(type(self))
-        # Of a copy, for another thread may be working out what this has not got yet.
+        # Copied, because another thread may be adding cached properties.
         found = vars(self).copy().items()
         kept = {name: x for name, x in found if name not in ("indices", "inverse")}
         vars(outline).update(kept, _outline=None)
@@ -178,10 +179,10 @@ class Balancer:
 
 @functools.lru_cache(maxsize=32)  # a balancer may have made indices of all positions
 def from_text(text: str) -> Balancer:
-    """The balancer whose :attr:`Balancer.text` this is.
+    """The balancer with this :attr:`Balancer.text`.
 
     Raises:
-        ContextParallelError: for any other text.
+        ContextParallelError: if it is not the text of a balancer.
     """
     kinds = {kind.__name__: kind for kind in Balancer.__subclasses__()}
     try:
@@ -199,13 +200,13 @@ def from_text(text: str) -> Balancer:
 
 @contextlib.contextmanager
 def _plain_tensors():
-    """What is kept must serve everywhere, whether fake or inference mode is on at first use."""
+    """Make ordinary tensors even in fake or inference mode, since cached ones are used anywhere."""
     with disable_current_modes(), torch.inference_mode(False):
         yield
 
 
 def coalesce(spans: Sequence[Span]) -> Spans:
-    """The same positions in ascending order, with as few spans as there can be."""
+    """The same positions in ascending order, in as few spans as possible."""
     merged: list[Span] = []
     for span in sorted(span for span in spans if span.length):
         if merged and merged[-1].position + merged[-1].length == span.position:
@@ -216,7 +217,7 @@ def coalesce(spans: Sequence[Span]) -> Spans:
 
 
 def head_tail(span: Span, counts: Sequence[int]) -> list[list[Span]]:
-    """Deal a span out to takers in their order: each takes half its count from each end.
+    """Deal a span out, in order, to owners that each take half their count from each end.
 
     An odd count takes the extra row from the head. ``counts`` add up to the span's length.
     """
@@ -235,7 +236,7 @@ def causal_pairs(length: int) -> int:
 
 
 def max_over_mean(work: Sequence) -> float:
-    """Imbalance of the work of all ranks; 1.0 where there is none at all."""
+    """Imbalance of the ranks' work; 1.0 if there is no work at all."""
     total = sum(work)
     return max(work) * len(work) / total if total else 1.0
 
@@ -254,7 +255,7 @@ def positive_int(value, name: str) -> int:
 
 
 def check_rank(rank: int, world_size: int) -> int:
-    """``rank``, if there is one of that number."""
+    """``rank``, if it is in range."""
     if not 0 <= rank < world_size:
         raise ContextParallelError(f"rank must be in 0..{world_size - 1}, got {rank}")
     return rank

@@ -1,4 +1,4 @@
-"""Blocks of the sequence, dealt out by the work that each of them is."""
+"""``BlockBalanced``: blocks of the sequence, dealt to ranks so that their work is equal."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from cp_dispatch.layouts.documents import DocLengths, DocumentPairs, document_ro
 from cp_dispatch.layouts.spans import Span
 
 _DEFAULT_BLOCK_SIZE = 128
-# Sums of more would be no floats.
+# Sums of larger numbers could overflow.
 _MOST_WORK = 1e200
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
 class BlockBalanced(Balancer):
-    """The same number of blocks for every rank, chosen so that the work comes out even.
+    """Every rank owns the same number of blocks, chosen so that all ranks have the same work.
 
-    For masks that no head-tail order balances. Blocks are dealt out from the heaviest down, each
-    to the rank with the least work that has room (sorted greedy; MagiAttention, arXiv:2505.13211,
-    balances blocks of its masks like that). Then the heaviest rank swaps blocks with others for as
-    long as that helps. Where head-tail by whole blocks is at least as good, it is taken instead.
-    The result depends on the numbers alone. Blocks stay whole, so few of them per rank cannot
-    always be balanced; with 64 per rank, causal masks and packed documents come within 0.01%.
+    For masks that no head-tail order balances. Blocks are dealt in descending order of work, each
+    to the rank with the least work that still has room (sorted greedy, as MagiAttention,
+    arXiv:2505.13211, balances blocks of its masks). Then the rank with the most work swaps blocks
+    with others for as long as that helps. If head-tail order by whole blocks is at least as good,
+    it is used instead. The result depends only on the given work. Blocks are never split, so a few
+    blocks per rank cannot always be balanced; with 64 per rank, causal masks and packed documents
+    come within 0.01%.
 
     Args:
-        work_or_block_mask: work of each block of query rows, as numbers: one sequence for all
-            rows of the batch, or one per row. Or a torch ``BlockMask``: the work of a query block
-            is the number of its key blocks, of all heads together; read on the host, which waits
-            for the GPU.
+        work_or_block_mask: the work of each block of query rows, as numbers: one sequence for all
+            batch rows, or one per row. Or a torch ``BlockMask``: the work of a query block is then
+            its number of key blocks, summed over heads; it is read on the host, which waits for
+            the GPU.
         world_size: number of ranks W, which must divide the number of blocks.
         block_size: rows per block; by default that of the ``BlockMask``, or 128.
-        near: let ranks need few keys of each other, at the price of work within 1% of the mean:
-            natural order where that is balanced, else whole documents, cut where it costs little
-            (see Note [Near blocks]). For masks near the diagonal, such as documents and windows.
-            Which keys blocks need is guessed from their work, well for causal documents and
-            windows; a wrong guess costs traffic only. Takes some 30 ms for 1,024 blocks of
-            documents on 4 ranks, half a second for 4,096 on 64.
+        near: reduce the keys that ranks need from each other, and accept work within 1% of the
+            mean. Takes natural order if that is balanced, else deals whole documents and splits
+            them where that costs little (see Note [Near blocks]). For masks near the diagonal, such
+            as documents and windows. The keys that a block needs are guessed from its work, which
+            works well for causal documents and windows; a wrong guess costs only traffic. Takes
+            about 30 ms for 1,024 blocks of documents on 4 ranks, 0.5 s for 4,096 on 64.
 
     Raises:
-        ContextParallelError: where ranks do not divide the blocks, or blocks the sequence, and for
-            work that is no number of at least 0, one for each block.
+        ContextParallelError: if the number of ranks does not divide the number of blocks, if the
+            block size does not divide the sequence, or if the work is not one number >= 0 per
+            block.
     """
 
     block_work: tuple[tuple[float, ...], ...]
@@ -71,7 +73,7 @@ class BlockBalanced(Balancer):
             raise ContextParallelError(
                 f"{self.blocks} blocks of {self.block_size} positions cannot be shared equally by "
                 f"{self.world_size} ranks. Make the sequence a multiple of {self.world_size} x "
-                f"{self.block_size} = {self.world_size * self.block_size} positions long, or give "
+                f"{self.block_size} = {self.world_size * self.block_size} positions long, or pass "
                 "a smaller block_size"
             )
 
@@ -80,23 +82,23 @@ class BlockBalanced(Balancer):
         cls, doc_lengths: DocLengths, world_size: int, block_size: int = _DEFAULT_BLOCK_SIZE,
         near: bool = False,
     ) -> BlockBalanced:  # fmt: skip
-        """Work per block in (query, key) pairs, causal within documents.
+        """A balancer for masks that are causal within documents; a block's work is its number of
+        (query, key) pairs.
 
-        ``doc_lengths`` is that of :class:`~cp_dispatch.layouts.PerDocumentHeadTail`; ``[S]`` is
-        one causal sequence. ``near`` as above; ranks of packed documents then need few keys of
-        each other.
+        ``doc_lengths`` is as for :class:`~cp_dispatch.layouts.PerDocumentHeadTail`; ``[S]`` is
+        a single causal sequence. With ``near``, ranks need few keys from each other.
 
         Raises:
-            ContextParallelError: also where ``block_size`` does not divide the sequence.
+            ContextParallelError: also if ``block_size`` does not divide the sequence.
         """
         rows = document_rows(doc_lengths)
         length, block_size = sum(rows[0]), positive_int(block_size, "block_size")
         if length % block_size:
             each = positive_int(world_size, "world_size") * block_size
             raise ContextParallelError(
-                f"{length} positions are no whole blocks of {block_size}. Make the sequence a "
-                f"multiple of {world_size} x {block_size} = {each} positions long, by a last "
-                "document of padding, or give a smaller block_size"
+                f"{length} positions are not a multiple of the block size {block_size}. Make the "
+                f"sequence a multiple of {world_size} x {block_size} = {each} positions long by a "
+                "last document of padding, or pass a smaller block_size"
             )
         work = []
         for lengths in rows:
@@ -117,7 +119,7 @@ class BlockBalanced(Balancer):
 
     @property
     def rows(self) -> int:
-        """1 if all rows of the batch have the same work, else the batch size."""
+        """1 if all batch rows have the same work, else the batch size."""
         return len(self.block_work)
 
     def __repr__(self) -> str:
@@ -129,7 +131,7 @@ class BlockBalanced(Balancer):
 
     @functools.cached_property
     def _digest(self) -> str:
-        # Keys of caches of compiled graphs are made of representations.
+        # Cache keys of compiled graphs contain this repr.
         return hashlib.sha256(self.text.encode()).hexdigest()[:12]
 
     def owned_blocks(self, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -165,7 +167,7 @@ def _mask_work(mask, block_size: int | None) -> tuple[list[list[int]], int]:
     own = mask.BLOCK_SIZE[0]
     if block_size not in (None, own):
         raise ContextParallelError(
-            f"block_size={block_size} is not that of the BlockMask, {own}; leave it out"
+            f"block_size={block_size} differs from the BlockMask's {own}; leave it out"
         )
     counts = mask.kv_num_blocks
     if mask.full_kv_num_blocks is not None:
@@ -178,27 +180,27 @@ def _mask_work(mask, block_size: int | None) -> tuple[list[list[int]], int]:
         )
     if length != rows * own:
         raise ContextParallelError(
-            f"the BlockMask has {rows} rows of blocks, its length {length} and block size {own} "
-            f"make {length // own}; give that of the whole sequence, not one rank's rows"
+            f"the BlockMask has {rows} rows of blocks, but its length {length} and block size "
+            f"{own} make {length // own}; pass that of the whole sequence, not of one rank's rows"
         )
     return counts.sum(dim=1).tolist(), own
 
 
 def _work_rows(work) -> tuple[tuple[float, ...], ...]:
-    """The given numbers per batch row, one row where all are alike."""
+    """The given numbers per batch row; a single row if all are the same."""
     given = work.tolist() if hasattr(work, "tolist") else work
     if not isinstance(given, Iterable):
         raise ContextParallelError(
-            f"work must be a BlockMask or one number per block, got {given!r}; of causal documents "
-            "BlockBalanced.from_documents makes it"
+            f"work must be a BlockMask or one number per block, got {given!r}; for causal "
+            "documents use BlockBalanced.from_documents"
         )
     given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
     nested = [isinstance(x, Sequence) for x in given]
     rows = given if given and all(nested) else [given]
     if not rows[0] or any(len(row) != len(rows[0]) for row in rows):
         raise ContextParallelError(
-            "work must be one number per block, for all batch rows or for each, as many in every "
-            f"row; got rows of {[len(row) for row in rows]}"
+            "work must be one number per block: one sequence for all batch rows, or one of the "
+            f"same length per row; got rows of {[len(row) for row in rows]}"
         )
     rows = tuple(tuple(_work_number(x, i) for i, x in enumerate(row)) for row in rows)
     return rows[:1] if len(set(rows)) == 1 else rows

@@ -1,16 +1,17 @@
-"""Whole tensors to this rank's rows of them, and back.
+"""``shard()`` and ``unshard()``: from whole tensors to this rank's rows, and back.
 
 Note [Gradients of shard and unshard]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Neither communicates in its backward.
 
-- ``shard``: a rank's gradient of the whole tensor holds the rows that the rank owns, and zeros.
-  The gradient is the *sum* over the ranks of the mesh; whoever sums the gradients of replicated
-  parameters (data parallel wrappers over this mesh, or one ``all_reduce``) sums it.
+- ``shard``: each rank's gradient of the whole tensor has values in the rows that the rank owns and
+  zeros elsewhere. The full gradient is the *sum* over the ranks of the mesh, taken by whatever sums
+  the gradients of replicated parameters: a data parallel wrapper over this mesh, or one
+  ``all_reduce``.
 - ``unshard``: a rank's gradient of its shard is its slice of the gradient of the whole tensor,
-  which is taken to be *the same on all ranks*, as ``DTensor.full_tensor()`` does by default. That
-  is right where every rank computes the same loss from the whole tensor. Where each rank computes
-  another part of the loss, ``all_reduce`` the gradient of the whole tensor first
+  which is assumed to be *the same on all ranks*, as in ``DTensor.full_tensor()`` by default. This
+  is right if every rank computes the same loss from the whole tensor. If each rank computes a
+  different part of the loss, ``all_reduce`` the gradient of the whole tensor first
   (``whole.register_hook``).
 """
 
@@ -29,27 +30,30 @@ from cp_dispatch.permute import permute_sequence
 
 
 def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
-    """This rank's rows of whole tensors, in the order that ``balancer`` gives them.
+    """Cut this rank's rows out of whole tensors, in the order that ``balancer`` defines.
 
     Does not communicate: every rank passes the same whole tensors.
 
     Args:
-        mesh: a mesh with the one dim over which the sequence is sharded.
-        buffers: a tensor of any dtype and rank, or lists, tuples and dicts of tensors, nested as
-            you like. ``None`` stays ``None``. A torch ``BlockMask`` of the whole sequence becomes
-            one of this rank's rows of blocks, for ``flex_attention`` on DTensors, whatever its
-            ``seq_dims`` says; it keeps its global lengths.
+        mesh: the 1-D mesh over which the sequence is sharded.
+        buffers: a tensor of any dtype and number of dims, or lists, tuples and dicts of tensors,
+            nested as you like. ``None`` stays ``None``. A torch ``BlockMask`` of the whole sequence
+            becomes a ``BlockMask`` of this rank's rows of blocks, for ``flex_attention`` on
+            DTensors; it keeps its global lengths, and its ``seq_dims`` is ignored.
         seq_dims: the sequence dim of every tensor: one int for all, or ints in the same structure
             as ``buffers``.
-        balancer: who owns which positions; without one, consecutive chunks as ``Shard`` has them.
+        balancer: which rank owns which positions. None: consecutive chunks, as ``Shard`` has them.
 
     Returns:
-        The same structure of contiguous copies, with ``torch.chunk``'s share of rows along the
-        sequence dim: what ``DTensor.from_local(x, mesh, [Shard(seq_dim)])`` takes, given the
-        global shape if S is uneven. Differentiable, see Note [Gradients of shard and unshard].
+        The same structure, of contiguous copies. Along the sequence dim they have as many rows as
+        ``torch.chunk`` gives this rank, which is what
+        ``DTensor.from_local(x, mesh, [Shard(seq_dim)])`` expects; pass it the global ``shape`` and
+        ``stride`` if the lengths are uneven. Differentiable, see Note [Gradients of shard and
+        unshard].
 
     Raises:
-        ContextParallelError: where mesh, tensor and balancer do not fit, with the numbers.
+        ContextParallelError: if mesh, tensor and balancer do not match; the message has the
+            numbers.
     """
     rank = _local_rank(mesh, balancer)
 
@@ -72,16 +76,16 @@ def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None)
 
 
 def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
-    """Whole tensors in natural order from the ranks' shards: ``unshard(shard(x)) == x``.
+    """Gather the ranks' shards into whole tensors in natural order: ``unshard(shard(x)) == x``.
 
-    Gathers every tensor in one collective, after a small one in which the ranks tell each other
-    the lengths of all their shards. All ranks pass the same structure.
+    Gathers every tensor in one collective, after a small one that exchanges the lengths of all
+    shards. All ranks must pass the same structure.
 
     Args:
-        mesh, buffers, seq_dims, balancer: as for :func:`shard`, with shards for buffers.
+        mesh, buffers, seq_dims, balancer: as for :func:`shard`, with shards as the buffers.
 
     Returns:
-        The same structure of whole tensors, contiguous, bit for bit what was sharded.
+        The same structure, of contiguous whole tensors, bit for bit those that were sharded.
         Differentiable, see Note [Gradients of shard and unshard].
 
     Raises:
@@ -121,7 +125,7 @@ def _whole_mask(mask, name: str):
     if not hasattr(mask, "cp_whole"):
         raise ContextParallelError(
             f"{name} is a BlockMask that does not come from shard(); the rows of all ranks cannot "
-            "be put together, because they are cut inside of blocks. Keep the whole mask"
+            "be joined, because they are cut within blocks. Keep the whole mask"
         )
     return mask.cp_whole
 
@@ -172,7 +176,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(mesh: DeviceMesh, local: torch.Tensor, dim: int, most: int, whole: int) -> torch.Tensor:
-    """The ranks' parts of a dim one after the other, ``whole`` long; ``most`` is the longest."""
+    """Concatenate the ranks' parts along a dim, ``whole`` long in total, each at most ``most``."""
     rows = local.movedim(dim, 0)
     padded = rows.new_zeros(most, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
@@ -199,7 +203,7 @@ def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor
     return taken.contiguous()
 
 
-# -- Checks, made alike on every rank -----------------------------------------------------------
+# -- Checks, the same on every rank -------------------------------------------------------------
 
 
 def _local_rank(mesh: DeviceMesh, balancer: Balancer | None) -> int:
@@ -209,7 +213,7 @@ def _local_rank(mesh: DeviceMesh, balancer: Balancer | None) -> int:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ContextParallelError(
             f"mesh must have one dim, got dims {names} of sizes {tuple(mesh.shape)}; pass the one "
-            f'that the sequence is sharded over, such as mesh["{names[-1]}"]'
+            f'over which the sequence is sharded, such as mesh["{names[-1]}"]'
         )
     if not isinstance(balancer, Balancer | None):
         raise ContextParallelError(
@@ -235,7 +239,7 @@ def _check_fits(balancer: Balancer, tensor: torch.Tensor, dim: int, size: int, n
         )
     if balancer.rows > 1 and (dim == 0 or tensor.shape[0] != balancer.rows):
         raise ContextParallelError(
-            f"{name}: {balancer} has {balancer.rows} layouts, one for each row of dim 0; "
+            f"{name}: {balancer} has {balancer.rows} layouts, one for each row of dim 0, but "
             f"the tensor has shape {list(tensor.shape)} and its sequence in dim {dim}"
         )
 

@@ -1,4 +1,4 @@
-"""Who gets which blocks, from the work of each: heaviest first, or so that few keys travel."""
+"""Assigns blocks to ranks by their work: heaviest first, or so that few keys travel."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cp_dispatch.layouts.near_blocks import near_blocks
 from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from cp_dispatch.layouts.spans import Span
 
-# The most work of a rank over the mean that is left where few keys are to travel.
+# With few keys to travel, the largest accepted work of a rank over the mean.
 _NEAR_ENOUGH = 1.01
-# What a key block costs that travels, in work of a query block with a key block: 0.5 MiB and 0.27
-# GFLOP with 8 key and 32 query heads of 128 in bfloat16, nothing of which overlaps.
+# The cost of moving a key block, in units of a query block's work with a key block: 0.5 MiB against
+# 0.27 GFLOP with 8 key and 32 query heads of 128 in bfloat16, if nothing overlaps.
 _TRAVEL = 3
 # Blocks that are looked at for swaps until ranks are near enough, at a microsecond each.
 _MOST_LOOKS = 2**19
@@ -68,7 +68,7 @@ def _loads(owned: Sequence[Sequence[int]], work: Sequence[float], base: Sequence
 # Once for a balancer and those that ops read from its text.
 @functools.lru_cache(maxsize=32)
 def _deal_near(work: tuple[float, ...], world_size: int, base: tuple[float, ...]):
-    """Natural order where that is balanced, else what has the fewest keys travel."""
+    """Natural order if it is balanced, else the deal for which the fewest keys travel."""
     each = len(work) // world_size
     mean = (sum(base) + sum(work)) / world_size
     most = _NEAR_ENOUGH * mean

@@ -1,4 +1,4 @@
-"""Packed documents: head-tail within each of them."""
+"""``PerDocumentHeadTail``: head-tail order within each of several packed documents."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ DocLengths = Sequence[int] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class PerDocumentHeadTail(Balancer):
-    """Every rank owns the first and the last piece of its own in every document.
+    """Each rank owns a piece from the front and the matching piece from the back of every document.
 
     ::
 
         documents of 8 and 4, W = 2      0 0 1 1 1 1 0 0 | 0 1 1 0
 
-    WLB-LLM (arXiv:2503.17924) shards by document like that; what is done with rows that ranks do
-    not divide is ours.
+    WLB-LLM (arXiv:2503.17924) shards documents the same way; the treatment of lengths that are not
+    divisible is ours.
 
-    Under a mask that is causal within documents each rank has exactly the mean work when 2W
-    divides the length of every document. Other lengths are neither padded nor refused: of L rows
-    a rank takes floor(L / W), and the rows that are left go one by one to the ranks that are
-    furthest behind their ``torch.chunk`` share of all rows so far, on a tie to the one with the
-    least work. With the documents done, every rank has exactly its share. The rank with the most
-    work so far then picks first, because an odd number of rows costs less the closer to the start
-    they are. :meth:`explain` lists the documents this happened to, :attr:`document_rows` all
-    shares.
+    If the length of every document is a multiple of 2W, each rank has exactly the mean work under a
+    mask that is causal within documents. Other lengths are neither padded nor refused. Of L rows
+    each rank takes floor(L / W). Each remaining row goes to the rank that is furthest behind its
+    ``torch.chunk`` share of all rows so far; on a tie, to the one with the least work. After the
+    last document every rank has exactly its share. In each document the rank with the most work so
+    far picks first, because an odd number of rows costs less close to the start. :meth:`explain`
+    lists the documents that are not a multiple of 2W long, :attr:`document_rows` has all shares.
 
     Args:
-        doc_lengths: lengths of the documents in order, for every row of the batch alike; or one
-            such sequence per row, all with the same total S.
+        doc_lengths: lengths of the documents in order: one sequence for all batch rows, or one per
+            batch row, all with the same total S.
         world_size: number of ranks, W.
 
     Raises:
-        ContextParallelError: for numbers that are no positive ints, or rows whose totals differ.
+        ContextParallelError: if a number is not a positive int, or if the totals of rows differ.
     """
 
     doc_lengths: tuple[tuple[int, ...], ...]
@@ -53,7 +52,7 @@ class PerDocumentHeadTail(Balancer):
         object.__setattr__(self, "world_size", positive_int(self.world_size, "world_size"))
 
     def __str__(self) -> str:
-        """As messages name it: of documents there may be thousands."""
+        """A short form for messages, since there may be thousands of documents."""
         count = sum(map(len, self.doc_lengths))
         if count <= 8:
             return repr(self)
@@ -62,7 +61,7 @@ class PerDocumentHeadTail(Balancer):
 
     @property
     def rows(self) -> int:
-        """1 if all rows of the batch have the same documents, else the batch size."""
+        """1 if all batch rows have the same documents, else the batch size."""
         return len(self.doc_lengths)
 
     @functools.cached_property
@@ -115,8 +114,8 @@ class PerDocumentHeadTail(Balancer):
             ahead = (given[rank] + rows[rank]) * self.seq_len - (start + length) * shares[rank]
             return ahead, work[rank], rank
 
-        # While rows are left all together are behind, so the one furthest behind is: nobody ever is
-        # a whole row ahead, and so none gets more than its share of the sequence.
+        # While rows remain, the ranks in total are behind, so the one furthest behind is behind. No
+        # rank is ever a whole row ahead, so none gets more than its share of the sequence.
         waiting = [need(rank) for rank in ranks]
         heapq.heapify(waiting)
         for _ in range(length - sum(rows)):
@@ -166,10 +165,10 @@ class DocumentPairs:
 
 
 def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
-    """Document lengths per batch row; one row where all are alike.
+    """Document lengths per batch row; a single row if all are the same.
 
     Raises:
-        ContextParallelError: for lengths that are no positive ints, or rows whose totals differ.
+        ContextParallelError: if a length is not a positive int, or if the totals of rows differ.
     """
     given = doc_lengths.tolist() if hasattr(doc_lengths, "tolist") else doc_lengths
     if not isinstance(given, Iterable):
@@ -177,8 +176,8 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
     given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
     if given[:1] == [0]:
         raise ContextParallelError(
-            f"doc_lengths must be lengths of at least 1, got {given!r}; of cumulative ones give "
-            "the differences, cu_seq.diff()"
+            f"doc_lengths must be lengths of at least 1, got {given!r}; if these are cumulative "
+            "lengths, pass their differences, cu_seq.diff()"
         )
     if not given or any(isinstance(x, (list, tuple)) and not x for x in given):
         raise ContextParallelError(f"doc_lengths must hold at least one document, got {given!r}")
@@ -195,6 +194,6 @@ def document_rows(doc_lengths: DocLengths) -> tuple[tuple[int, ...], ...]:
     totals = [sum(row) for row in rows]
     if len(set(totals)) > 1:
         raise ContextParallelError(
-            f"the documents of every batch row must add up to one length, got totals {totals}"
+            f"the documents of every batch row must add up to the same length, got totals {totals}"
         )
     return rows[:1] if len(set(rows)) == 1 else rows

@@ -1,4 +1,4 @@
-"""Who owns which queries and keys, and what each rank computes with each owner's keys."""
+"""``Geometry``: which rank owns which queries and keys, and which tiles each rank computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Geometry:
 
     @property
     def key_transitions(self) -> int:
-        """How many times keys move on before nobody needs them any more."""
+        """How many times keys move on until no rank needs them any more."""
         return _key_transitions(self)
 
     def tiles_of(self, rank: int, owner: int, batch_start: int, batch: int) -> tuple[Tile, ...]:
@@ -66,7 +66,7 @@ class Geometry(_Geometry):
 
 @dataclass(frozen=True)
 class RowGeometry(_Geometry):
-    """A geometry for each row of the batch, all with shards of the same lengths."""
+    """A geometry for each batch row, all with shards of the same lengths."""
 
     rows: tuple[Geometry, ...]
 
@@ -83,7 +83,7 @@ class RowGeometry(_Geometry):
         return self.rows[0].key_length(rank)
 
     def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
-        """Those of all rows; :attr:`Tile.row` says whose."""
+        """The tiles of all batch rows; :attr:`Tile.row` says which row."""
         return self.tiles_of(rank, owner, 0, len(self.rows))
 
     def tiles_of(self, rank: int, owner: int, batch_start: int, batch: int) -> tuple[Tile, ...]:
@@ -104,7 +104,7 @@ def natural(
 def laid_out(
     query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout=None
 ) -> Geometry | RowGeometry:
-    """Geometry of queries and keys that both lie in ``layout``, a balancer or None for natural
+    """Geometry of queries and keys that are both in ``layout``, a balancer or None for natural
     order."""
     if layout is None:
         return natural(query_length, key_length, ring_shape, causal)
@@ -113,7 +113,7 @@ def laid_out(
 
 @functools.lru_cache(maxsize=64)
 def of_spans(layout, query, key, causal: bool) -> Geometry | RowGeometry:
-    """Geometry where queries and keys lie in ``layout``, but for those whose spans are given."""
+    """Geometry of queries and keys in ``layout``, except for those whose spans are given."""
     ranks = range(layout.world_size)
     rows = []
     for row in range(layout.rows):

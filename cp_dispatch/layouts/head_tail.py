@@ -1,4 +1,4 @@
-"""The first and the last pieces of the sequence go to the same rank."""
+"""``HeadTail``: a rank owns a piece from the front of the sequence and one from the back."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ class HeadTail(Balancer):
         2W pieces, W = 4      0 1 2 3 4 5 6 7
         owner                 0 1 2 3 3 2 1 0
 
-    The layout of Llama 3's context parallelism (arXiv:2407.21783, section 3.3.2) and of the zigzag
-    ring; Striped Attention (arXiv:2311.09431) is the first to balance causal attention by a
-    permutation of the sequence. Under a causal mask each rank has exactly the mean work when 2W
-    divides S. For any other S nothing is padded: rank r takes its ``torch.chunk`` share, the larger
-    half from the front and the smaller from the back. With c = ceil(S / W) rows on a full rank the
-    imbalance is then below (c W / S) (1 + 1 / c): the first factor is what ``torch.chunk``'s uneven
-    shares cost in any layout.
+    This is the layout of Llama 3's context parallelism (arXiv:2407.21783, section 3.3.2) and of the
+    zigzag ring. Striped Attention (arXiv:2311.09431) was the first to balance causal attention by
+    permuting the sequence.
+
+    If S is a multiple of 2W, each rank has exactly the mean work under a causal mask. Any other S
+    is not padded: rank r takes its ``torch.chunk`` share, the larger half from the front and the
+    smaller from the back. With c = ceil(S / W) rows on a full rank, the imbalance is then below
+    (c W / S) (1 + 1 / c). The first factor is the cost of ``torch.chunk``'s uneven shares in any
+    layout.
 
     Args:
-        seq_len: positions of the sequence, S.
+        seq_len: positions of the whole sequence, S.
         world_size: number of ranks, W.
 
     Raises:
-        ContextParallelError: where one of them is no positive int.
+        ContextParallelError: if one of them is not a positive int.
     """
 
     seq_len: int
@@ -55,5 +57,5 @@ class HeadTail(Balancer):
             return []
         return [
             f"{self.seq_len} positions are not a multiple of 2 x {self.world_size} ranks: odd "
-            "shares take one row more from the front, nothing is padded"
+            "shares take one more row from the front; nothing is padded"
         ]

@@ -1,4 +1,4 @@
-"""Labels for next-token prediction, whatever order the tokens will be in."""
+"""``next_token_labels()``: labels for next-token prediction, made before tokens are sharded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def next_token_labels(
     doc_lengths: DocLengths | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """The token after each one: labels of a whole sequence in natural order.
+    """Labels of a whole sequence in natural order: for each token, the one after it.
 
-    A rank's rows have their neighbours on other ranks, so labels are made first and sharded like
-    the tokens::
+    The next token of a rank's rows may be on another rank, so make the labels first and shard them
+    like the tokens::
 
         labels = next_token_labels(tokens, balancer)
         tokens, labels = shard(mesh, [tokens, labels], 1, balancer)
@@ -30,22 +30,23 @@ def next_token_labels(
 
     Args:
         tokens: ``(..., S)`` of any integer dtype, in natural order.
-        balancer: checked against S; of a ``PerDocumentHeadTail`` the documents are used.
-        doc_lengths: lengths of packed documents, for all rows or one sequence for each row of
-            ``(B, S)``. The last token of a document has no label.
-        ignore_index: the label of positions without one.
+        balancer: checked against S. If it is a ``PerDocumentHeadTail`` and ``doc_lengths`` is None,
+            its documents are used.
+        doc_lengths: lengths of packed documents: one sequence for all batch rows, or one for each
+            row of ``(B, S)``. The last token of a document has no label.
+        ignore_index: the label of positions that have none.
 
     Returns:
-        int64 of the shape of ``tokens``; the last position is ``ignore_index``.
+        int64 labels of the shape of ``tokens``. The last position is ``ignore_index``.
 
     Raises:
-        ContextParallelError: where lengths or batch rows do not fit the tokens, and for what is no
-            plain tensor.
+        ContextParallelError: if lengths or batch rows do not match the tokens, or if ``tokens`` is
+            not a plain tensor.
     """
     if not isinstance(tokens, torch.Tensor) or isinstance(tokens, DTensor):
         raise ContextParallelError(
             f"tokens must be a plain tensor of the whole sequence, got a {type(tokens).__name__}; "
-            "labels are made before tokens become DTensors or shards"
+            "make labels before tokens become DTensors or shards"
         )
     if tokens.ndim == 0 or tokens.is_floating_point():
         raise ContextParallelError(
@@ -55,8 +56,8 @@ def next_token_labels(
     length = tokens.shape[-1]
     if balancer is not None and balancer.seq_len != length:
         raise ContextParallelError(
-            f"{balancer} is for {balancer.seq_len} positions, tokens have {length}; labels are "
-            "made from whole sequences, before shard()"
+            f"{balancer} is for {balancer.seq_len} positions, tokens have {length}; make labels "
+            "from whole sequences, before shard()"
         )
     if doc_lengths is None and isinstance(balancer, PerDocumentHeadTail):
         doc_lengths = balancer.doc_lengths
@@ -64,7 +65,7 @@ def next_token_labels(
     for row in rows:
         if sum(row) != length:
             raise ContextParallelError(
-                f"documents of {sum(row)} tokens together, but tokens have {length}"
+                f"the documents have {sum(row)} positions in total, but tokens have {length}"
             )
     if len(rows) > 1 and list(tokens.shape[:-1]) != [len(rows)]:
         raise ContextParallelError(

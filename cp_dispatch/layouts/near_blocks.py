@@ -1,19 +1,20 @@
-"""Equal shares of blocks and of work for which few keys have to travel.
+"""Deals equal numbers of blocks with equal work so that few keys have to travel.
 
 Note [Near blocks]
 ~~~~~~~~~~~~~~~~~~
-Lay the documents on a circle, in any order. Of all windows over half the blocks one has half the
-work, to within a block: going half way round, a window becomes what it left out. Two cuts then
-halve blocks and work alike, and halves are halved again, until each rank has its share::
+Arrange the documents on a circle, in any order. Among all windows over half of the blocks, one has
+half of the work, to within a block: a window that moves half way round becomes its complement. So
+two cuts halve both the blocks and the work. The halves are halved again, until each rank has its
+share::
 
     causal documents of 6, 2 and 4, W = 2    a a a a a a c c b b b b
     work                                     1 2 3 4 5 6 1 2 1 2 3 4
     a window of 6 with half of it            1 1 1 1 0 0 0 0 0 0 1 1
 
-A cut between documents is free. One within a document costs the keys before it, which the rows
-behind it need, so it is cheapest near the start. Some dozen orders are tried, and of all windows
-with nearly half the work the cheapest is taken. Then the rank that moves most shares its blocks
-anew with one other rank, for as long as that helps.
+A cut between documents is free. A cut within a document costs the keys before it, which the rows
+after it need, so it is cheapest near the start. About a dozen orders are tried, and of all windows
+with nearly half the work the cheapest is taken. Then the rank with the most traffic redistributes
+its blocks with one other rank, for as long as that helps.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _LITTLE = 1 / 32
 def near_blocks(
     work: Sequence[float], keys: NearKeys, wanted: Sequence[float], room: float
 ) -> list[list[Runs]]:
-    """Proposals of what runs of blocks each rank owns, as many blocks for all.
+    """Proposals for the runs of blocks that each rank owns, with equal numbers of blocks.
 
     Args:
-        wanted: work for each rank, which add up to that of all blocks.
-        room: how much more a rank may have; some may still have more.
+        wanted: the work that each rank should have; the sum is the work of all blocks.
+        room: by how much a rank may exceed it; some may still exceed it by more.
     """
     found = []
     for part in (1 / 2, 1):
@@ -63,8 +64,8 @@ class _Search:
         self.random = random.Random(0)  # the same on every rank
 
     def halve(self, runs: Runs, ranks: Sequence[int], level: int) -> None:
-        """Give ``runs`` to ``ranks``. What a half has too much its own halves cannot mend, so the
-        room for that grows from level to level."""
+        """Give ``runs`` to ``ranks``. If a half has too much work, its own halves cannot correct
+        that, so the tolerance grows from level to level."""
         if len(ranks) == 1:
             self.owned[ranks[0]] = runs
             return
@@ -83,8 +84,8 @@ class _Search:
         self.halve(outside, others, level + 1)
 
     def improve(self) -> int:
-        """Let the rank that moves most share its blocks anew with others, the idlest first.
-        Returns how many it moves in the end."""
+        """Redistribute blocks between the rank with the most traffic and others, those with the
+        least traffic first. Returns how many blocks that rank moves in the end."""
         traffic = Traffic(self.keys, self.owned)
         pairs, runs = _PAIRS, _PAIR_RUNS
         while min(pairs, runs) > 0 and traffic.price[0] > self.each * _LITTLE:
@@ -100,7 +101,8 @@ class _Search:
         return traffic.price[0]
 
     def share_anew(self, rank: int, other: int, traffic: Traffic) -> bool:
-        """Whether that made the most that a rank moves, or else the sum, smaller."""
+        """Redistribute the blocks of two ranks. Returns whether that reduced the largest traffic of
+        a rank or, if that is unchanged, the sum."""
         before = {rank: self.owned[rank], other: self.owned[other]}
         price, best = traffic.price, before
         runs = self.keys.join(before[rank] + before[other])

@@ -1,10 +1,10 @@
-"""Which keys a block of queries needs, as far as work tells, and what has to travel for them.
+"""Guesses from its work which keys a block of queries needs, and what has to travel for them.
 
-Under a causal mask of documents or windows a block with the work of n key blocks needs itself and
-the n - 1 before it. A document begins where work falls, or rises by more than a key block. Where a
-block has more work than its document has blocks before it, as when a document's rows attend all of
-it, the keys behind it are meant too. Other masks make this a wrong guess, which costs traffic and
-nothing else: who needs what is read from the mask itself.
+Under a causal mask of documents or windows, a block with the work of n key blocks needs itself and
+the n - 1 blocks before it. A document begins where work falls, or rises by more than one key block.
+If a block has more work than its document has blocks before it, for example if rows attend all of
+their document, it is assumed to need the keys after it too. For other masks the guess is wrong,
+which costs only traffic: what is sent is read from the mask itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spans as an index into a dim of a tensor."""
+"""Turns spans into an index along a dim of a tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cp_dispatch.permute import span_indices
 
 
 def selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
-    """The positions of ``spans``: a slice where they are one run, else an int64 index."""
+    """The positions of ``spans``: a slice if they are a single run, else an int64 index."""
     if len(spans) == 1:
         return slice(spans[0].position, spans[0].position + spans[0].length)
     return positions(spans, device)
@@ -21,8 +21,8 @@ def selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
 def positions(spans: tuple[Span, ...], device: torch.device) -> Tensor:
     """The positions of ``spans``, int64; do not modify it.
 
-    Kept on the host alone: memory of a device that is taken while a CUDA graph is prepared belongs
-    to the graph, which would write over it in the next call.
+    Cached only on the host: device memory that is allocated while a CUDA graph is prepared belongs
+    to the graph, which would overwrite it in the next call.
     """
     if device.type != "cuda":
         return _on_host(spans, False).to(device)

@@ -26,7 +26,7 @@ def chunk_spans(length: int, ring_shape: tuple[int, ...]) -> tuple[tuple[Span, .
 
 
 def append(spans: list[Span], start: int, length: int) -> None:
-    """One more run, joined to the last one where it follows it."""
+    """Append a run; joined with the last one if it continues that."""
     if not length:
         return
     if spans and sum(spans[-1]) == start:

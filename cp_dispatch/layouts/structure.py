@@ -1,4 +1,4 @@
-"""Lists and dicts of tensors, each with its sequence dim."""
+"""Maps a function over nested lists and dicts of tensors, each with its sequence dim."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cp_dispatch.errors import ContextParallelError
 
 
 def map_tensors(function, buffers, seq_dims, name: str = "buffers", on_mask=None):
-    """``function(tensor, dim, name)`` for every tensor, in the structure of ``buffers``, and
-    ``on_mask(mask, name)`` for every ``BlockMask``.
+    """The structure of ``buffers``, with ``function(tensor, dim, name)`` in place of every tensor
+    and ``on_mask(mask, name)`` in place of every ``BlockMask``.
 
-    ``dim`` counts from the front, ``name`` says where the tensor is, for messages.
+    ``dim`` is non-negative; ``name`` says where the tensor is, for messages.
 
     Raises:
-        ContextParallelError: for anything but plain tensors, and sequence dims they do not have.
+        ContextParallelError: if something is not a plain tensor or has no such sequence dim.
     """
     if buffers is None:
         return None
@@ -28,12 +28,14 @@ def map_tensors(function, buffers, seq_dims, name: str = "buffers", on_mask=None
     if isinstance(buffers, Mapping):
         keys = list(buffers)
         if isinstance(seq_dims, Mapping) and set(seq_dims) != set(keys):
-            raise ContextParallelError(f"{name} has the keys {keys}, seq_dims has {list(seq_dims)}")
+            raise ContextParallelError(
+                f"{name} has the keys {keys}, but seq_dims has {list(seq_dims)}"
+            )
     elif isinstance(buffers, (list, tuple)):
         keys = range(len(buffers))
         if isinstance(seq_dims, (list, tuple)) and len(seq_dims) != len(keys):
             raise ContextParallelError(
-                f"{name} holds {len(keys)} tensors, seq_dims {len(seq_dims)} ints"
+                f"{name} holds {len(keys)} tensors, but seq_dims holds {len(seq_dims)} ints"
             )
     else:
         raise ContextParallelError(
@@ -67,8 +69,8 @@ def _check_tensor(tensor: torch.Tensor, dim, name: str) -> int:
     if isinstance(tensor, DTensor):
         raise ContextParallelError(
             f"{name} is a DTensor with placements {tensor.placements}; shard and unshard take "
-            "plain tensors: x.full_tensor() to shard one, x.to_local() to unshard one, or, in "
-            "natural order, x.redistribute()"
+            "plain tensors: pass x.full_tensor() to shard one or x.to_local() to unshard one, or, "
+            "in natural order, use x.redistribute() instead"
         )
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ContextParallelError(f"the seq_dim of {name} must be an int, got {dim!r}")

@@ -1,10 +1,10 @@
-"""From the spans of a rank and of an owner of keys to kernel calls: tiles.
+"""Turns the spans of a rank's rows and of an owner's keys into kernel calls (tiles).
 
 Note [Tiles]
 ~~~~~~~~~~~~
 What a query span computes with a key span is a rectangle of the score matrix. A causal mask (query
 position i sees key positions j <= i, torch's top-left convention) cuts any such rectangle into at
-most three *tiles* that every kernel can do, whatever its own convention for causal with different
+most three *tiles* that every kernel supports, whatever its own causal convention for different
 lengths: two without a mask, and one that is square and causal on its diagonal.
 
 ::
@@ -16,11 +16,11 @@ lengths: two without a mask, and one that is square and causal on its diagonal.
        |         |causal\\
        +---------+------+   rows past the last key of the span see all of it and need no mask
 
-So kernels never see an offset, and head-tail or other layouts are only more spans. Tiles that touch
-in memory become one kernel call:
+So kernels never see an offset, and head-tail or other layouts only mean more spans. Tiles that are
+adjacent in memory become one kernel call:
 
-- a shard with itself, its spans ascending: the rows see each other as they lie, one causal tile;
-- spans in a row that lie wholly before a span of rows: one tile over their keys;
+- a shard with itself, whose spans ascend: one causal tile over the whole shard;
+- consecutive key spans that are wholly before a span of rows: one tile over their keys;
 - row spans that see the same keys: one tile over their rows.
 
 For head-tail that is one causal tile at home, and afterwards all rows with the head half of the
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     #: Global positions of the rows and of the keys.
     query_spans: tuple[Span, ...]
     key_spans: tuple[Span, ...]
-    #: Where the first key stands among all keys, shard after shard.
+    #: The place of the first key among all keys, shard after shard.
     key_place: int = 0
     #: The one batch row that this is for, None for all.
     row: int | None = None
@@ -69,8 +69,8 @@ def cut(spans: tuple[Span, ...], start: int, length: int) -> tuple[Span, ...]:
 def tiles(
     query: tuple[Span, ...], key: tuple[Span, ...], causal: bool, key_place: int
 ) -> tuple[Tile, ...]:
-    """What the rows of ``query`` compute with the keys of ``key``, most rows first: what covers
-    all rows begins a result without a merge. See Note [Tiles]."""
+    """The tiles of the rows of ``query`` with the keys of ``key``, those with the most rows first:
+    a tile that covers all rows starts a result without a merge. See Note [Tiles]."""
     rectangles = sorted(_rectangles(query, key, causal), key=lambda r: (-r[1], r[0], r[2]))
     return tuple(
         Tile(

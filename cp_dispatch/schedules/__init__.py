@@ -1,13 +1,15 @@
-"""Who computes which block when, and what travels.
+"""Schedules: which rank computes which block when, and what travels.
 
-A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`),
-and tells its costs: ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
-:mod:`cp_dispatch.schedules.head_costs`; of rings and gathers :mod:`cp_dispatch.report` knows them).
-``KnownCalls`` of one makes calls again that were made before (see :mod:`known_call`).
-Forward and backward may have two, for a backward needs nothing of a forward's but its results.
-To add one, name it in ``SCHEDULES``; unless it is for particular placements, name it in
-``CHOICES`` too, and it becomes a choice of ``enable(schedule=...)`` that takes every call, but for
-what rules in :mod:`cp_dispatch.settle` keep from it.
+A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`).
+It reports its costs by ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
+:mod:`cp_dispatch.schedules.head_costs`; for rings and gathers they are in
+:mod:`cp_dispatch.report`). Its ``KnownCalls``, if any, repeats earlier calls cheaply (see
+:mod:`known_call`). Forward and backward may have different schedules, because a backward needs only
+the results of the forward.
+
+To add a schedule, add it to ``SCHEDULES``. Unless it is for particular placements, add it to
+``CHOICES`` too: it is then an option of ``enable(schedule=...)`` and runs every call, except where
+rules in :mod:`cp_dispatch.settle` exclude it.
 """
 
 from cp_dispatch.schedules import mirrored_ring, one_call, ring

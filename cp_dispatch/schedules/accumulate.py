@@ -1,9 +1,9 @@
-"""Partial results of a shard's rows, put together with as few passes over memory as there can be.
+"""Combines partial results of a shard's rows with as few passes over memory as possible.
 
-Tiles cover windows of rows. Between the edges of all windows lie *segments*, whose rows have the
-same history: the first partial result of a segment is kept where the kernel wrote it, what comes
-next is combined in wide precision, and the last combination writes the final dtype. Neighbours with
-one history are combined together, so that a window costs one launch wherever it can.
+Tiles cover windows of rows. The edges of all windows divide the rows into *segments*, whose rows
+have the same history. The first partial result of a segment stays where the kernel wrote it, later
+ones are combined in wide precision, and the last combination writes the final dtype. Adjacent
+segments with the same history are combined together, so a window takes one launch where possible.
 """
 
 from __future__ import annotations

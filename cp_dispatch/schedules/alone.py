@@ -1,4 +1,4 @@
-"""A sequence that one rank has all of: nothing travels, kernels' results stay as they are."""
+"""The schedule of a sequence that a single rank holds: no transfers, results as kernels return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every schedule does with the block at hand: its tiles, forward and backward."""
+"""Runs the tiles of one block, forward and backward, for every schedule."""
 
 from __future__ import annotations
 

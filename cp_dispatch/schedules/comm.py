@@ -1,4 +1,4 @@
-"""Moving buffers between neighbours of a ring."""
+"""``Ring``: communication among the ranks of a ring, on a stream and communicator of its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _MOST_STEPS = 2**16
 
 _ring_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
-# Weakly: torch holds groups until destroy_process_group, and what is left of one then would go on
-# to hold its threads and sockets. (On CUDA a ring's own group is held until the name comes again.)
+# Weak references: torch holds groups until destroy_process_group, and another reference would keep
+# a group's threads and sockets alive. (On CUDA a ring's own group is held until its name is
+# reused.)
 _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Ring]] = (
     weakref.WeakKeyDictionary()
 )
@@ -35,13 +36,13 @@ _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Ring]] =
 class Ring:
     """The ranks of one process group in a circle: rank r sends to r + 1, receives from r - 1.
 
-    A shift is one ``all_to_all_single`` whose splits are zero but for the neighbours. On NCCL
+    A shift is one ``all_to_all_single`` whose splits are zero except for the neighbours. On NCCL
     that is the same grouped send and receive as batched point-to-point calls, at the host cost
     of one call, and it needs no extra communicator per pair of ranks.
 
-    On CUDA shifts go to a stream of their own. A shift waits for the work that was queued before
-    :meth:`mark` and not for what came after, so the host can launch a kernel first and the shift
-    that overlaps with it second, and the GPU does not idle while the host prepares the shift.
+    On CUDA shifts run on a separate stream. A shift waits for the work that was queued before
+    :meth:`mark`, not for later work. So the host can launch a kernel first and then the shift that
+    overlaps with it, and the GPU does not idle while the host prepares the shift.
     """
 
     @classmethod
@@ -82,7 +83,7 @@ class Ring:
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None):
-        """Inside, copies and shifts wait for the work before ``mark`` alone."""
+        """Within it, copies and shifts wait only for the work before ``mark``."""
         if mark is None:
             yield
             return
@@ -91,7 +92,7 @@ class Ring:
                 self.stream.wait_event(mark)
                 yield
         except BaseException:
-            # What was queued there reads and writes memory that nobody holds any longer.
+            # Work that was queued there may use memory that is freed now.
             self._current_stream().wait_stream(self.stream)
             raise
 
@@ -157,7 +158,7 @@ class Ring:
 
 
 def reaches_peers(group_name: str) -> bool | None:
-    """Whether the ranks of a group write to each other's memory; None if they have not tried."""
+    """Whether the ranks of a group can write to each other's memory; None if not yet known."""
     known = _ring_groups.get(group_name)
     return is_used_by(known[1]) if known is not None else None
 
@@ -165,8 +166,8 @@ def reaches_peers(group_name: str) -> bool | None:
 class SubRing(Ring):
     """Some ranks of a ring as a ring of their own, for moves and all-to-alls.
 
-    They take place in the whole ring's group, where ranks outside send and receive nothing: no
-    group has to be made, but every rank of the whole ring must be in as many moves at a time.
+    These run in the whole ring's group, where ranks outside send and receive nothing. So no group
+    has to be created, but every rank of the whole ring must take part in the same moves.
     """
 
     def __init__(self, whole: Ring, members: range):

@@ -1,5 +1,8 @@
-"""The ops by which streams copy to other GPUs and tell each other so (``csrc/peers_cuda.cu``), and
-which tensors they copy as they lie; see :mod:`cp_dispatch.schedules.mailbox` for the protocol."""
+"""Ops that copy to other GPUs and signal by flags on streams (``csrc/peers_cuda.cu``).
+
+Also says which tensors can be copied without packing. See :mod:`cp_dispatch.schedules.mailbox` for
+the protocol.
+"""
 
 from __future__ import annotations
 
@@ -56,20 +59,20 @@ def numbers_of(*lists: Sequence[int]) -> Tensor:
 
 
 def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors ``(B, H, S, D)`` as copies take them, ``(B, S, H, D)`` with batch rows in one piece;
-    packed by a kernel of the current stream where they are not so."""
+    """Tensors ``(B, H, S, D)`` in the form for copies, ``(B, S, H, D)`` with contiguous batch rows;
+    packed by a kernel of the current stream if necessary."""
     rows = [x.transpose(1, 2) for x in tensors]
     return [x if can_be_copied(x) else x.contiguous() for x in rows]
 
 
 def aligned(size: int) -> int:
-    """Bytes of a room that a tensor of ``size`` bytes takes, so that the next one starts well."""
+    """Bytes of a room that a tensor of ``size`` bytes takes, so that the next one is aligned."""
     return -(-size // GRAIN) * GRAIN
 
 
 def can_be_copied(rows: Tensor) -> bool:
-    """Whether copies take ``(B, ...)`` as it lies: batch rows in one piece, and no nearer than they
-    are long, as those of an expanded tensor are, nor 2 GiB apart: CUDA copies neither."""
+    """Whether ``(B, ...)`` can be copied without packing: batch rows are contiguous, do not
+    overlap, as those of an expanded tensor do, and are less than 2 GiB apart, as CUDA requires."""
     if rows.size(0) < 2:
         return rows.is_contiguous()
     row, pitch = rows[0], rows.stride(0)
@@ -77,8 +80,8 @@ def can_be_copied(rows: Tensor) -> bool:
 
 
 def has_heads_in_rows(tensor: Tensor) -> bool:
-    """Whether each row of ``(B, H, S, D)`` has its heads one after the other, and rows are no
-    nearer than they are long, nor 2 GiB apart."""
+    """Whether each row of ``(B, H, S, D)`` has its heads one after the other, and rows do not
+    overlap and are less than 2 GiB apart."""
     _, heads, length, dim = tensor.shape
     _, of_head, of_row, of_number = tensor.stride()
     are_dense = (dim == 1 or of_number == 1) and (heads == 1 or of_head == dim)

@@ -1,14 +1,14 @@
-"""A call that failed on this rank, to its end by flags alone.
+"""Completes the flags of a call that failed on this rank, so that the other ranks do not hang.
 
-Where ranks write to each other's rooms (:mod:`mailbox`), each waits for flags of the others, also
-for those of a rank that has left the call in the middle, out of memory say. So that one goes
-through the schedule again: on tensors of the meta device, which take no memory, with a kernel that
-computes nothing and with boxes that pass over what it did before the error, and from there on raise
-and take flags and copy nothing. The others get garbage, this rank raises its error, and no flag is
-left for the next call to stumble over.
+Where ranks write to each other's rooms (:mod:`mailbox`), each rank waits for flags of the others,
+even of a rank that has left the call halfway, for example out of memory. So that rank goes through
+the schedule again: on meta tensors, which take no memory, with a kernel that computes nothing, and
+with mailboxes that skip the steps from before the error and then only raise and take flags, without
+copying. The other ranks get garbage, this rank raises its error, and no stale flag is left for the
+next call.
 
-Which flags a call has is thus said by its schedule and nowhere else. It must follow from shapes,
-not from what tensors hold. Collectives end with the process group.
+So the flags of a call are defined only by its schedule. They must depend on shapes, not on the
+contents of tensors. Collectives are not completed; they end with the process group.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger("cp_dispatch")
 
 
 def finish(job: Job, method: Callable, tensors: Sequence[Tensor], *rest) -> None:
-    """What the other ranks wait for of ``method(job, *tensors, *rest)``, a schedule's forward or
-    backward, that raised an error on this one."""
+    """Complete the flags that other ranks wait for, after ``method(job, *tensors, *rest)``, a
+    schedule's forward or backward, has raised an error on this rank."""
     if job.ring is None or not job.ring.may_push or is_used_by(job.ring.group) is False:
         return
     ring = _Ring(job.ring)
@@ -91,8 +91,8 @@ class _Ring(Ring):
         return own
 
     def wait(self, mark=None) -> None:
-        """Let the current stream wait for what carries the flags: copies that began before the
-        error read memory that nobody holds any longer."""
+        """Let the current stream wait for the stream of the flags, because copies that began before
+        the error may read memory that is freed now."""
         for own in self._boxes.values():
             own.box.wait()
 
@@ -115,8 +115,8 @@ class _Done:
 
 
 class _Box:
-    """As :class:`~cp_dispatch.schedules.mailbox.Mailbox`: the flags of ``box`` that it has not
-    yet raised and taken in this call."""
+    """Like :class:`~cp_dispatch.schedules.mailbox.Mailbox`, but only raises and takes the flags
+    that ``box`` has not yet raised and taken in this call."""
 
     is_current = True
 
@@ -175,7 +175,7 @@ class _Box:
 
 
 class _NoKernel:
-    """As a :class:`~cp_dispatch.backends.Backend`, that gives results without computing them."""
+    """Like a :class:`~cp_dispatch.backends.Backend`, but returns results without computing them."""
 
     def __init__(self, backend):
         self._backend = backend

@@ -1,25 +1,33 @@
-"""Keys and values of all ranks in one buffer: few large kernels, for when the buffer is affordable.
+"""The gather schedule: keys and values of all ranks in one buffer, and few large kernels.
 
-Every rank gathers all keys, as in Llama 3 (arXiv:2407.21783, section 3.3.2), so that it needs no
-hops: one kernel computes what is at home while the gather flies, and then each part of the rows has
-one kernel more. For head-tail order, where rank r owns pieces r ("lo") and 2W - 1 - r ("hi"), these
-are three kernels for any W, and one merge of each row. (Attention does not mind the order of keys.)
+Every rank gathers all keys, as in Llama 3 (arXiv:2407.21783, section 3.3.2), if there is memory for
+them. It needs no hops: one kernel computes the rank's own keys during the gather, and then there is
+one more kernel for each part of the rows. In head-tail order, where rank r owns pieces r ("lo") and
+2W - 1 - r ("hi"), that makes three kernels for any W, and one merge per row. (Attention does not
+depend on the order of the keys.)
+
 
 - Where ranks write to each other's memory (:mod:`mailbox`), a forward takes the pieces of others by
   their positions: what the lo rows see of them, lo of ranks 0 to r - 1, comes first, and what the
   hi rows see is those and what follows up to hi of rank r + 1.
 - An all-gather has one order for all ranks ::
 
+- If ranks can write to each other's memory (:mod:`mailbox`), a forward takes the pieces of the
+  others in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to r - 1,
+  come first, and the hi rows see these and all that follow, up to hi of rank r + 1.
+- An all-gather has the same order on all ranks ::
+
       [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
 
-  in which what the hi rows see, hi of rank r + 1 to the end, is one range, own lo among it, and
-  what the lo rows see, lo of ranks 0 to r - 1, is another. So has a call with a mask, and a
-  backward, which is to have some of its own keys left while the shares of dK and dV travel.
+  Then the keys that the hi rows see, from hi of rank r + 1 to the end, are one range (with the
+  rank's own lo in it), and those that the lo rows see, lo of ranks 0 to r - 1, are another. Calls
+  with a mask use this order too, and so does the backward, which needs some of its own keys to be
+  left while the shares of dK and dV travel.
 
-Causal calls in natural order have :mod:`cp_dispatch.schedules.mirrored_gather`.
+Causal calls in natural order use :mod:`cp_dispatch.schedules.mirrored_gather`.
 
-In the backward every rank sends its shares of dK and dV to the keys' owners while it computes what
-is at home (:mod:`cp_dispatch.schedules.key_shares`).
+In the backward every rank sends its shares of dK and dV to the keys' owners while it computes with
+its own keys (:mod:`cp_dispatch.schedules.key_shares`).
 """
 
 from __future__ import annotations
@@ -106,7 +114,7 @@ class _Gather:
                 job, go, q, block_key, block_value, out, lse, tiles, query_grad, grad_mask
             )
 
-        # Half of what is at home hides the gather, the other half the way of dK and dV.
+        # Half of the work with own keys overlaps with the gather, the other half with dK and dV.
         half = len(own) // 2
         with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, own[:half])
@@ -127,7 +135,7 @@ def shares_of_keys(
     job: Job, query: Tensor, key: Tensor, value: Tensor, parcels=parcels_of,
     owners: int | None = None,
 ) -> KeyShares:  # fmt: skip
-    """For the shares of dK and dV of gathered keys, in whose room they come."""
+    """The sums of shares of dK and dV of gathered keys; the shares arrive in the keys' room."""
     dtype = job.backend.gradient_dtype(key.dtype)
     nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
     # Before keys are in that room, for it may have to become larger. Nor may it do so for keys once
@@ -138,7 +146,8 @@ def shares_of_keys(
 
 @functools.lru_cache(maxsize=256)
 def _at_home(geometry: Geometry, rank: int) -> tuple[Tile, ...]:
-    """The tiles at home, as one where a rank's pieces follow each other and one covers the same."""
+    """The tiles with own keys, as a single one if the rank's pieces are adjacent and one tile
+    covers the same pairs."""
     own, whole = plan_of(geometry, rank).own, geometry.tiles(rank, rank)
     return whole if len(whole) == 1 and _pairs(whole) == _pairs(own) else own
 

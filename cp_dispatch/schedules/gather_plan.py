@@ -1,4 +1,4 @@
-"""What a rank computes when the keys of all ranks are gathered, and whose gradients that gives."""
+"""Plans a gather: what a rank computes with the gathered keys, and whose gradients result."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cp_dispatch.layouts.tiles import cut, tiles
 
 
 def fits(geometry) -> bool:
-    """Whether the keys of every rank are as many, and one piece of consecutive positions or two of
-    one length; where nothing is masked by position any keys are one piece."""
+    """Whether all ranks have the same number of keys, in one piece of consecutive positions or in
+    two of equal length. If the mask does not depend on positions, any keys are one piece."""
     if not isinstance(geometry, Geometry):
         return False
     lengths = {geometry.key_length(rank) for rank in range(geometry.world_size)}
@@ -28,8 +28,8 @@ def _pieces(geometry: Geometry) -> int:
 
 
 class Plan(NamedTuple):
-    """What a rank computes: with its own keys, and with all of them as gathered; and in how many
-    pieces, last one first, each rank's keys are gathered."""
+    """What a rank computes with its own keys and with the gathered keys, and in how many pieces,
+    last one first, each rank's keys are gathered."""
 
     own: tuple[Tile, ...]
     rest: tuple[Tile, ...]

@@ -1,4 +1,4 @@
-"""Keys and values of all ranks in one buffer, in the order that :mod:`gather_plan` describes."""
+"""Gathers keys and values of all ranks into one buffer, in the order of :mod:`gather_plan`."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class GatheredKeys:
 
     @contextlib.contextmanager
     def coming(self):
-        """Inside, compute with what is at home; meanwhile the gather starts.
+        """Within it, compute with the rank's own keys, while the gather starts.
 
-        On CUDA the host launches the kernels at home first, so that the GPU does not idle while
-        it prepares the gather, which all the same does not wait for them.
+        On CUDA the host launches the kernels of own keys first, so that the GPU does not idle while
+        the host prepares the gather. The gather does not wait for these kernels.
         """
         mark = self._ring.mark()
         if mark is None:

@@ -1,4 +1,4 @@
-"""Sums of gradients over the blocks of a schedule, in float32 (float64 for float64)."""
+"""Sums gradients over the blocks of a schedule, in float32 (float64 for float64)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def window_of(total: Tensor, start: int, share: Tensor, row: int | None) -> Tens
 
 
 class TravellingGradient:
-    """dK and dV of the keys at hand: received, added to, passed on.
+    """dK and dV of the keys that the rank currently holds: received, added to, passed on.
 
-    Holds two buffers of one key/value shard each, in float32 for 16-bit inputs too. Only the
-    last move, home, carries ``dtype``, the inputs' or a wide one: nothing is added after it.
-    Without a ring the sum stays where it is.
+    Holds two buffers of one key/value shard each, in float32 for 16-bit inputs too. Only the last
+    move, back to the owner, is in ``dtype`` (the inputs' or a wide one), since nothing is added
+    after it. Without a ring the sum stays where it is.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows of a rank for rows of its mirror rank, W - 1 - r."""
+"""Exchanges rows between a rank and its mirror rank, W - 1 - r."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ALIGNMENT = 16  # bytes, of each tensor in a message
 
 
 class Swap:
-    """``count`` rows of tensors ``(B, H, S, ...)``, from row ``start`` on, on their way to the
-    mirror rank, whose come here; alike in all but H and the last dim on all ranks. Where a rank
-    does not send (``sends``), nothing comes to its mirror (``comes``)."""
+    """Exchanges ``count`` rows of tensors ``(B, H, S, ...)``, from row ``start`` on, with the
+    mirror rank. Shapes are the same on all ranks except for H and the last dim. If a rank does not
+    send (``sends``), its mirror receives nothing (``comes``)."""
 
     def __init__(
         self, ring: Ring, tensors: Sequence[Tensor], start: int, count: int, sends: bool = True,
@@ -82,8 +82,8 @@ class Swap:
         return x.narrow(2, self._start, self._count)
 
     def _source(self, x: Tensor) -> tuple[Tensor, int]:
-        """What is copied from, ``(B, S, H, D)`` or ``(B, H, S)`` with batch rows in one piece, and
-        where in it begins what goes."""
+        """The source of the copy, ``(B, S, H, D)`` or ``(B, H, S)`` with contiguous batch rows, and
+        the start of the part that is sent."""
         if x.dim() == 4:
             rows = x.transpose(1, 2)
             if can_be_copied(rows):
@@ -92,7 +92,7 @@ class Swap:
         return self.given(x).contiguous(), 0
 
     def _places(self, firsts: Sequence[int]) -> tuple[list[int], list[Tensor]]:
-        """Moves to the mirror's room, and views of what comes to this one."""
+        """Moves to the mirror's room, and views of the data that arrives in this rank's room."""
         box, moves, offset = self._box, [], 0
         for index, (x, size) in enumerate(zip(self._tensors, self._bytes, strict=True)):
             rows, stride = self._count if x.dim() == 4 else x.size(1), size // max(1, x.size(0))
@@ -115,7 +115,7 @@ class Swap:
         return views
 
     def wait(self) -> list[Tensor]:
-        """The mirror's rows; where that is this rank, its own."""
+        """The mirror's rows; this rank's own if it is its own mirror."""
         if self.is_alone:
             return [self.given(x) for x in self._tensors]
         if self._coming is not None:
@@ -124,7 +124,7 @@ class Swap:
         return self._received
 
     def release(self) -> None:
-        """Nothing reads the mirror's rows any more."""
+        """Called when nothing reads the mirror's rows any more."""
         self.wait()  # also where no row wanted them: the flags must go
         self._received = []
         if self._box is not None and not self.is_alone:

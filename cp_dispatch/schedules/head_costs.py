@@ -1,4 +1,4 @@
-"""What a schedule by heads moves and holds, as a plan tells it."""
+"""The bytes that ``"ulysses"`` and ``"hybrid"`` send and hold, for plans."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from cp_dispatch.schedules.wire import Part, wire
 if TYPE_CHECKING:
     from cp_dispatch.plan import Plan
 
-# Query, key and value of a stage have at least so many bytes, forward and backward. Every stage
-# cost the host close to a millisecond (2 H200s, before numbers of messages were kept), as long as
-# it takes to attend with about so many; and with more stages the kernels become small, while only
-# the first and the last message are left to hide. A backward computes 2.5 times as much, and its
-# kernels take room for a stage's heads: of 96 MiB two stages took 1% less time and 110 MiB less
-# there, where a forward took up to 8% more.
+# The least bytes of query, key and value of a stage, forward and backward. Each stage cost the host
+# almost a millisecond (2 H200s, before numbers of messages were cached), which is about the kernel
+# time for this many bytes. With more stages the kernels become small, while only the first and the
+# last message remain exposed. A backward computes 2.5 times as much, and its kernels take memory
+# for a stage's heads: for 96 MiB, two stages took 1% less time and 110 MiB less in a backward,
+# while a forward took up to 8% more time.
 _LEAST_BYTES = 160 * 2**20, 48 * 2**20
 _MOST_STAGES = 4
 
 
 def one_side(geometry: Geometry | RowGeometry) -> bool:
-    """Whether queries and keys are owned alike, so that one message carries both."""
+    """Whether queries and keys have the same owners, so that one message carries both."""
     rows = geometry.rows if isinstance(geometry, RowGeometry) else (geometry,)
     return all(row.query_spans == row.key_spans for row in rows)
 
@@ -39,7 +39,7 @@ def stages(
     geometry: Geometry | RowGeometry, batch: int, shapes: tuple[tuple[int, int], ...],
     dtype: torch.dtype, ranks: int, backward: bool,
 ) -> int:  # fmt: skip
-    """In how many stages heads move. ``shapes`` are heads and head dim of query, key and value."""
+    """The number of stages. ``shapes`` are heads and head dim of query, key and value."""
     (heads, dim), (key_heads, key_dim), (_, value_dim) = shapes
     length = max(
         max(geometry.query_length(r), geometry.key_length(r)) for r in range(geometry.world_size)
@@ -58,7 +58,7 @@ def _wanted(size: int, pairs: int, backward: bool) -> int:
 
 
 def key_grad_dtype(stage: tuple[Share, ...], key_heads: int, dtype: torch.dtype) -> torch.dtype:
-    """Of dK and dV on their way home: wide where several ranks have a share of one key head."""
+    """The dtype in which dK and dV are sent back: wide if several ranks share a key head."""
     return wide_dtype(dtype) if are_shared(stage, key_heads) else dtype
 
 
@@ -68,12 +68,12 @@ def are_shared(stage: tuple[Share, ...], key_heads: int) -> bool:
 
 
 def joins(geometry: Geometry | RowGeometry, stage: tuple[Share, ...], key_heads: int) -> bool:
-    """Whether dQ, dK and dV go home in one message: nothing of it has to be added up."""
+    """Whether dQ, dK and dV are sent back in one message, because nothing has to be summed."""
     return one_side(geometry) and not are_shared(stage, key_heads)
 
 
 class Deal(NamedTuple):
-    """How a call by heads goes, as its shapes tell.
+    """How a call that exchanges heads runs, derived from its shapes.
 
     Attributes:
         lengths: of queries (False) and of keys (True), rows of each rank of the group.
@@ -116,7 +116,7 @@ def deal(
 
 
 class Messages:
-    """The messages of one rank of a plan with a schedule by heads, forward or backward."""
+    """The messages of one rank of a plan that exchanges heads, forward or backward."""
 
     def __init__(self, schedule, plan: Plan, rank: int, backward: bool):
         self.plan, self._schedule, self._backward = plan, schedule, backward
@@ -139,7 +139,7 @@ class Messages:
         return key_grad_dtype(stage, self.plan.shards[1][1], self.plan.dtype)
 
     def of_stage(self, stage) -> tuple[list[Transfer], list[Transfer]]:
-        """There and back, in order."""
+        """The messages of a stage in both directions, in order."""
         dtype, (dim, _, value_dim) = self.plan.dtype, self._dims
         backend = BACKENDS[self.plan.backend]
         out = backend.output_dtype(dtype), value_dim
@@ -261,7 +261,7 @@ def _extra_bytes(schedule, plan: Plan, backward: bool) -> int:
 
 
 def blocks(schedule, plan: Plan, rank: int) -> tuple[int, int]:
-    """Blocks that ``rank`` computes, and those that there are, of a group with a group."""
+    """The number of blocks (a group with a group) that ``rank`` computes, and of all blocks."""
     if schedule.across is None:
         return 1, 1
     coarse = schedule.coarse(plan.geometry)

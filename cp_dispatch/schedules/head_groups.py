@@ -1,7 +1,7 @@
-"""Key heads one group after the other, where room for the keys of all heads at once is too much.
+"""Runs groups of key heads one after the other, if the keys of all heads take too much memory.
 
-Each group is a call of its own of the schedule inside, with its query heads; what it gives is put
-in its place. Memory for gathered keys and for shares of their gradients is a group's.
+Each group, with its query heads, is a separate call of the inner schedule, and its results are put
+in their place. Only one group's gathered keys and shares of gradients are in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_dispatch.schedules.job import Job
 
 
 class HeadGroups:
-    """``schedule`` for ``groups`` groups of key heads, equal ones on a rank that has most."""
+    """``schedule`` for ``groups`` groups of key heads, equal ones on the rank with most heads."""
 
     def __init__(self, schedule, groups: int):
         self._schedule, self._groups = schedule, groups
@@ -79,8 +79,8 @@ class HeadGroups:
         key_heads = key.size(1)
         shared = query.size(1) // max(1, key_heads)
         for group in range(self._groups):
-            # Beside tensor parallelism a rank may have fewer heads than those that the groups were
-            # made for; all that share its sequence have as many.
+            # With tensor parallelism a rank may have fewer heads than the groups were made for; all
+            # ranks that share its sequence have the same number.
             start, end = (x * key_heads // self._groups for x in (group, group + 1))
             if start == end:
                 continue
@@ -100,8 +100,8 @@ def _heads(mask: Tensor, heads: slice) -> Tensor:
 
 
 def groups_for(key_heads: int, size: int, room: int) -> int:
-    """The fewest equal groups of key heads of which each takes at most ``room`` of ``size`` bytes;
-    as many as there are where none does."""
+    """The smallest number of equal groups of key heads such that each takes at most ``room`` of
+    ``size`` bytes; the number of key heads if none is small enough."""
     return next(
         (n for n in range(1, key_heads) if key_heads % n == 0 and size <= n * room), key_heads
     )

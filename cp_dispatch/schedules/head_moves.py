@@ -1,5 +1,4 @@
-"""Where heads that copy engines move come from and go to, as numbers that a message of one kind
-keeps (:mod:`pushed_heads`)."""
+"""Precomputed sources and targets of heads that copy engines move (:mod:`pushed_heads`)."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ Runs = tuple[tuple[tuple[Run, ...], ...], ...]
 
 @functools.lru_cache(maxsize=256)
 def runs_of(geometry: Geometry | RowGeometry, of_keys: bool, batch_start: int, batch: int) -> Runs:
-    """``[batch row][rank]``: where each rank's rows (or keys) are in the order of kernels, true
-    order under a causal mask, else one rank's after the other's."""
+    """``[batch row][rank]``: where each rank's rows (or keys) are in the order of kernels. That is
+    natural order under a causal mask, else one rank's rows after the other's."""
     rows = (geometry,) * batch
     if isinstance(geometry, RowGeometry):
         rows = geometry.rows[batch_start : batch_start + batch]
@@ -60,8 +59,8 @@ def _runs(geometry: Geometry, of_keys: bool) -> tuple[tuple[Run, ...], ...]:
 
 
 class Room:
-    """How tensors lie in a mailbox: where each starts, and their shapes ``(B, S, heads, dim)``, or
-    ``(B, heads, S)`` for one number a row."""
+    """The layout of tensors in a mailbox: where each starts, and their shapes ``(B, S, heads,
+    dim)``, or ``(B, heads, S)`` for one number per row."""
 
     def __init__(self, batch: int, parts: Sequence[tuple[Part, int, int]]):
         """``parts`` are a part, its heads and its rows."""
@@ -105,8 +104,8 @@ class Room:
 
 
 class Moves:
-    """What a message has in common with others of its kind; kept with the box. ``outward`` says
-    which way: all heads of own rows out, or own heads of all rows home."""
+    """What all messages of one kind have in common; cached with the box. ``outward`` gives the
+    direction: all heads of own rows out, or own heads of all rows back."""
 
     def __init__(self, rank: int, outward: bool, batch: int, lengths, runs: Runs, parts):
         self._rank, self._outward, self.parts, self._runs = rank, outward, parts, runs
@@ -125,7 +124,8 @@ class Moves:
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether ranks have as many heads of each part, one rank's after the other's."""
+        """Whether all ranks have the same number of heads of each part, one rank's after the
+        other's."""
         return all(
             span == (rank * part.heads[0].length, part.heads[0].length)
             for part in self.parts

@@ -1,16 +1,16 @@
-"""Who computes which heads, and in what order rows stand once a group of ranks has all of theirs.
+"""Assigns heads to ranks, and computes the order of rows once a group of ranks has exchanged them.
 
-Query heads are dealt as evenly as they can be. A rank needs the key heads that its query heads
-look at, so a key head goes to several ranks where there are fewer of them than ranks, or where a
-group of query heads is cut in two::
+Query heads are dealt as evenly as possible. A rank needs the key heads that its query heads use, so
+a key head goes to several ranks if there are fewer key heads than ranks, or if its group of query
+heads is split::
 
     8 query, 2 key heads, 4 ranks       12 query, 3 key heads, 2 ranks
     rank    0    1    2    3            rank        0             1
     query  0 1  2 3  4 5  6 7           query  0 1 2 3|4 5   6 7|8 9 10 11
     key     0    0    1    1            key       0   | 1     1 |   2
 
-Kernels want as many query heads for each key head, so a share is cut where that changes (``|``):
-each *segment* is one kernel call.
+Kernels need the same number of query heads for each key head, so a share is cut where that number
+changes (``|``). Each *segment* is one kernel call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The heads of one rank, and how kernels take them."""
+    """The heads of one rank, and their split into kernel calls."""
 
     query: Span
     key: Span
@@ -96,8 +96,9 @@ def are_alike(heads: int, key_heads: int, ranks: int) -> bool:
 def grouped(geometry: Geometry | RowGeometry, ranks: int) -> Geometry | RowGeometry:
     """The geometry of groups of ``ranks`` consecutive ranks, each of which owns what its ranks own.
 
-    Under a causal mask in true order, for few and large kernels; else one rank after the other,
-    for nothing is masked by position but by ``attn_mask``, whose dims may lie as the shards do.
+    Under a causal mask the rows are in natural order, for few and large kernels. Otherwise they are
+    one rank's after the other's: only ``attn_mask`` depends on positions, and its dims may be in
+    the order of the shards.
     """
     if isinstance(geometry, RowGeometry):
         return RowGeometry(tuple(grouped(row, ranks) for row in geometry.rows))
@@ -110,8 +111,8 @@ def grouped(geometry: Geometry | RowGeometry, ranks: int) -> Geometry | RowGeome
 
 
 class Order(NamedTuple):
-    """How rows of a group, one rank's after the other's, come in true order and back: index
-    ``(N,)``, or ``(B, N)`` where rows of the batch have layouts of their own."""
+    """Reorders rows of a group, one rank's after the other's, to natural order and back: an index
+    ``(N,)``, or ``(B, N)`` if each batch row has its own layout."""
 
     there: Tensor
     back: Tensor
@@ -121,8 +122,8 @@ def true_order(
     geometry: Geometry | RowGeometry, of_keys: bool, first: int, ranks: int,
     batch_start: int, batch: int, device: torch.device,
 ) -> Order | None:  # fmt: skip
-    """The order of the rows (or keys) of ``ranks`` ranks from ``first`` on, None where they are in
-    true order already, or where it does not matter."""
+    """The order of the rows (or keys) of ``ranks`` ranks from ``first`` on; None if they are in
+    natural order already, or if it does not matter."""
     rows = (geometry,)
     if isinstance(geometry, RowGeometry):
         rows = geometry.rows[batch_start : batch_start + batch]
@@ -144,8 +145,8 @@ def _is_as_it_lies(runs: tuple[Span, ...]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _sorted(geometry: Geometry, of_keys: bool, first: int, ranks: int):
-    """The runs of a group's rows in true order, as they lie in the group; and where each run comes
-    in true order, as they lie."""
+    """The runs of a group's rows, by their places in the group, in natural order; and the places of
+    the runs in natural order, in the order of the group."""
     owned = geometry.key_spans if of_keys else geometry.query_spans
     spans = sum(owned[first : first + ranks], ())
     starts = list(accumulate((span.length for span in spans), initial=0))

@@ -1,4 +1,4 @@
-"""The ranks that share heads in a call by heads (:mod:`heads`), and the messages between them."""
+"""The ranks that exchange heads in one call (:mod:`heads`), and the messages between them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Team:
         deal = head_costs.deal(geometry, first, ranks, self._batch, shapes, query.dtype, backward)
         self._lengths, self._one_side, self._stages, self._heads = deal[:4]
         self.key_grad_dtype, self.joins = deal.key_grad_dtype, deal.joins
-        # One stage's messages have nothing to be hidden behind.
+        # With one stage, messages cannot overlap with anything.
         self._at_once = self._one_side and len(self._stages) == 1
-        # A kernel would round a rank's share of a head's gradient, of which there are several, once
-        # more than on one device: it gets every query head its own key head, to be added up wide.
+        # If several ranks have shares of a key head's gradient, a kernel would round each share
+        # once more than on one device. So every query head gets its own key head, to sum in wide
+        # dtype.
         self.repeats_keys = (
             everyone
             and deal.are_shared
@@ -56,11 +57,12 @@ class Team:
         )
 
     def run(self, name: str, of_rows: Sequence[Tensor], of_keys: Sequence[Tensor], compute):
-        """Yield what goes home from each stage, a stage later, so that it may be there.
+        """Yield what is sent back from each stage, one stage later, so that it can arrive
+        meanwhile.
 
-        ``compute`` gets a stage and all rows of its heads, and gives what goes home: messages, each
-        of tensors for :class:`Homeward` and whether they have the keys' heads. Every rank comes by
-        the same collectives in the same order.
+        ``compute`` takes a stage and all rows of its heads, and returns what is sent back:
+        messages, each of tensors for :class:`Homeward` and whether they have the keys' heads. Every
+        rank makes the same collectives in the same order.
         """
         arriving, going = self._start(0, of_rows, of_keys), None
         for number, stage in enumerate(self._stages):
@@ -130,7 +132,7 @@ class Team:
         return tiles[0].causal, box, out, back, parts
 
     def _mailbox(self, name: str, outward: bool, parts: tuple[Part, ...], of_keys: bool):
-        """A box for a message and how it moves; None where copy engines cannot carry it."""
+        """A mailbox for a message, and its moves; None if copy engines cannot carry it."""
         ring, job = self._ring, self._job
         if not ring.may_push:
             return None, None
@@ -141,28 +143,28 @@ class Team:
         return ring.mailbox(name, moves.size), moves
 
     def _room(self, number: int, keys_rows: bool) -> str:
-        """The mailbox of what comes for a stage, of two that take turns. The first is another
-        schedule's too: no call leaves anything there, and a backward may go by another schedule
-        than its forward."""
+        """The mailbox for the data that arrives for a stage; two are used in turn. The first is
+        shared with another schedule, because no call leaves anything in it, and a backward may have
+        a different schedule than its forward."""
         if keys_rows or number % 2:
             return f"heads {keys_rows:d}{number % 2}"
         return gathered.ROOM
 
     def _room_home(self, number: int, which: int) -> str:
-        """The mailbox of what goes home from a stage, likewise."""
+        """The mailbox for the data that is sent back from a stage, likewise."""
         if which == 0 and len(self._stages) <= 2:
             return self._room(number, False)  # from which nobody reads any more
         return half_swap.ROOM if which and number % 2 == 0 else f"heads home {which}{number % 2}"
 
     def _order(self, of_keys: bool):
-        """How rows come in true order, for messages that do not put them there."""
+        """The reordering of rows to natural order, for messages that do not do it themselves."""
         job, ranks = self._job, self._ring.world_size
         return true_order(
             job.geometry, of_keys, self._first, ranks, job.batch_start, self._batch, self._device
         )
 
     def segments(self, stage: Sequence[Share]) -> list[tuple[Segment, Job]]:
-        """This rank's kernel calls of a stage, each with a job of its own heads."""
+        """This rank's kernel calls of a stage, each with a job for its heads."""
         share, job = stage[self._rank], self._across
         found = []
         for segment in share.segments:

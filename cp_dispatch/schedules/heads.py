@@ -1,14 +1,14 @@
-"""Heads by all-to-all: a rank attends with some heads over all rows, not all heads over some.
+"""The head-exchange schedules: a rank computes some heads over all rows, not all heads over some.
 
 After Jacobs et al., "DeepSpeed Ulysses" (arXiv:2309.14509). In a group of U ranks one all-to-all
-takes query, key and value from ``S/U rows x H heads`` to ``S rows x H/U heads``; kernels then see
-the whole sequence of the group, with no hops, no merge and no unequal work under a causal mask;
-another all-to-all takes the output back. The backward moves its inputs again and keeps nothing
-beside the tensors that autograd has saved anyway.
+takes query, key and value from ``S/U rows x H heads`` to ``S rows x H/U heads``. Kernels then see
+the whole sequence of the group, with no hops, no merge and equal work under a causal mask. Another
+all-to-all takes the output back. The backward moves its inputs again, and keeps only the tensors
+that autograd saves anyway.
 
 - ``ulysses``: the group is all ranks, and a kernel call is what one device would do.
-- ``hybrid``: the group is U consecutive ranks. Each share of the heads has a sequence over W/U
-  groups left, which a ring of the ranks with that share attends to (as "USP" of Fang and Zhao,
+- ``hybrid``: the group is U consecutive ranks. The sequence of each share of the heads is still
+  divided over W/U groups; the ranks with that share attend to it by a ring ("USP" of Fang and Zhao,
   arXiv:2405.07719)::
 
       W = 4, U = 2        rank 0       rank 1       rank 2       rank 3
@@ -17,8 +17,8 @@ beside the tensors that autograd has saved anyway.
                           even heads   odd heads    even heads   odd heads
       ring                even         odd          even         odd
 
-Where shards are long enough and ranks have several key heads to themselves, heads go in stages:
-while one is computed the next comes and the one before goes home.
+If shards are long enough and ranks have several key heads to themselves, heads are exchanged in
+stages: while one stage is computed, the next one arrives and the previous one goes back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Heads:
     geometry = staticmethod(laid_out)
 
     def coarse(self, geometry: Geometry | RowGeometry) -> Geometry | RowGeometry:
-        """Who computes what among the groups, or in the one group that there is."""
+        """The geometry across the groups, or in the only group."""
         if self.across_name == "mirrored_ring":
             length = sum(map(geometry.query_length, range(geometry.world_size)))
             shape = (geometry.world_size // self.ranks,)
@@ -145,13 +145,13 @@ class Heads:
         return dq, dk, dv, grad_mask
 
     def messages(self, plan, rank: int, backward: bool) -> head_costs.Messages:
-        """What a plan with this schedule moves on a rank."""
+        """The messages of a rank for a plan with this schedule."""
         return head_costs.Messages(self, plan, rank, backward)
 
     @property
     def KnownCalls(self):  # noqa: N802  as modules name theirs
-        """See :mod:`cp_dispatch.schedules.known_heads`; of a hybrid, whose parts are schedules of
-        their own, nothing is known."""
+        """See :mod:`cp_dispatch.schedules.known_heads`. A hybrid, which consists of two schedules,
+        has no known calls."""
         return None if self.ranks else functools.partial(KnownHeads, functools.partial(Team, self))
 
     transfers = head_costs.transfers

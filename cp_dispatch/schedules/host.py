@@ -1,4 +1,4 @@
-"""Which host this process is on."""
+"""Identifies the host that this process runs on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule is asked to do, beside the tensors."""
+"""``Job``: the arguments of a schedule other than tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Job:
         backend: the kernel.
         geometry: who owns which rows and keys, and the causal mask between them.
         scale: factor of the scores, more than 0.
-        sign: what the query is multiplied with beside it; 0 and -1 make the scales that are not.
+        sign: an additional factor of the query, 1, 0 or -1, for scales that are not positive.
         ring: the ranks that share the sequence, None for one rank.
-        mask: None, boolean or a bias, ``(B or 1, H or 1, rows or 1, keys or 1)``. Its rows and its
-            keys are those of the whole sequence by position, unless the next two say otherwise.
-        own_rows: the mask has this rank's rows and no others.
-        keys_in_place: the mask's keys stand as the shards do, one after the other.
-        batch_start: this rank's first row of the batch.
-        dropout: None, or whose coins fall how.
-        key_grad_dtype: of dK and dV, None for the keys' dtype. Wide where they are yet to be added
-            to those of other ranks.
-        layout: the text of the balancer in whose order shards lie, "" for natural order.
+        mask: None, boolean or a bias, ``(B or 1, H or 1, rows or 1, keys or 1)``. Its rows and keys
+            are those of the whole sequence by original position, unless the next two say otherwise.
+        own_rows: the mask has only this rank's rows.
+        keys_in_place: the mask's keys are in the order of the shards.
+        batch_start: this rank's first batch row.
+        dropout: the dropout of the call, or None.
+        key_grad_dtype: dtype of dK and dV, None for the keys' dtype. Wide if they have yet to be
+            summed with those of other ranks.
+        layout: the text of the balancer that defines the order of the shards, "" for natural order.
     """
 
     backend: Backend
@@ -53,7 +53,7 @@ class Job:
         return self.ring.rank if self.ring is not None else 0
 
     def tiles(self, owner: int, query: Tensor) -> tuple[Tile, ...]:
-        """What this rank computes with the keys of ``owner``; nothing if it has no rows."""
+        """The tiles that this rank computes with the keys of ``owner``; none if it has no rows."""
         if query.numel() == 0:
             return ()
         return self.geometry.tiles_of(self.rank, owner, self.batch_start, query.size(0))

@@ -1,8 +1,7 @@
-"""dK and dV of gathered keys: every rank sends the owner of some keys its share of their gradient,
-and the owner adds up.
+"""Sums dK and dV of gathered keys: every rank sends its shares to the keys' owners.
 
-The shares travel as the kernels gave them and are added in float32 (float64), so that nothing is
-rounded on the way. A rank sends about what it would to a reduce-scatter of the kernels' dtype.
+The shares travel in the kernels' dtype and are summed in float32 (float64 for float64), so nothing
+is rounded in between. A rank sends about as much as in a reduce-scatter of the kernels' dtype.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from cp_dispatch.schedules.pair import Pair
 class KeyShares:
     """Shares of dK and dV, to every owner of keys and from every rank.
 
-    ``parcels(geometry, rank, owner)`` tells which gradients a rank computes for an owner, unless
-    ``nothing`` is computed on any rank. ``room`` names the mailbox where they come; another that
-    is not in use from :meth:`open` on may lend its own.
+    ``parcels(geometry, rank, owner)`` returns the gradients that a rank computes for an owner,
+    unless ``nothing`` is computed on any rank. ``room`` names the mailbox where they arrive; it may
+    be one of another purpose that is no longer in use after :meth:`open`.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class KeyShares:
         )
 
     def open(self) -> None:
-        """Let the others know that their shares can come; the earlier, the less they wait. Else
-        :meth:`start` does."""
+        """Tell the other ranks that they can send their shares; the earlier, the less they wait. If
+        not called, :meth:`start` does it."""
         if self.box is not None:
             self.box.open()
             self._is_open = True
@@ -83,8 +82,8 @@ class KeyShares:
         self._work = self._ring.exchange_all(send, sizes, received, coming)
 
     def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's own keys, with the shares of what it computed at home, in
-        their dtype, token-major."""
+        """dK and dV of this rank's own keys, including the given shares that it computed with its
+        own keys, in their dtype, token-major."""
         if self.box is not None:
             self.box.wait()
             self._arrived = self.coming()
@@ -117,7 +116,7 @@ class KeyShares:
         )
 
     def moves(self) -> list[int]:
-        """Where shares go, as moves of the box."""
+        """The targets of shares, as moves of the mailbox."""
         box = self.box
         item = self._pair.dtype.itemsize
         place = *self._like, "moves"
@@ -136,7 +135,7 @@ class KeyShares:
         return found
 
     def coming(self) -> list[KeyShare]:
-        """The shares that come to the box."""
+        """The shares that arrive in the mailbox."""
         box = self.box
         found = box.views.get(self._like)
         if found is None:

@@ -1,16 +1,17 @@
-"""Calls of ``one_call`` that were made before, by the few ops that are left of them.
+"""Repeats earlier ``one_call`` calls with only the few ops that they need.
 
-Where shards are so short that the host's time is all that counts, most of it goes to finding out
-what follows from shapes and strides alone: which rooms, which rows go where, which views of what
-comes. A second call with tensors of the same kind needs none of that: a push of the keys, the
-kernel, and in a backward a push of the shares and a sum.
+If shards are so short that only the host's time counts, most of it is spent on what follows from
+shapes and strides alone: which rooms, which rows go where, which views of the received data. A
+second call with tensors of the same kind needs none of that: it pushes the keys and calls the
+kernel; a backward also pushes the shares and sums them.
 
-Rooms are as they were found at the first call, which all ranks made together. Nothing here makes
-one; where one has been replaced, or a CUDA graph is captured, a call goes the whole way. What one
-rank sends by a known call and another by the whole way is the same.
+Rooms are those of the first call, which all ranks made together. No rooms are created here; if one
+has been replaced, or a CUDA graph is captured, a call takes the full path. Both paths send the same
+data, so ranks may take different ones.
 
-As nothing overlaps, copies are the default stream's own where that is the current one
-(:meth:`Mailbox.push_here`); from another stream they go by the side stream, as everybody's.
+Nothing overlaps, so copies run on the default stream if that is the current one
+(:meth:`Mailbox.push_here`). From another stream they use the side stream, like those of all other
+schedules.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from cp_dispatch.schedules.prefix_plan import gradient_parcels, prefixes_of
 
 
 class Known:
-    """The forward and the backward of one job, for tensors of the kind that came last. What they
-    are made of is for schedules to say: ``learn_forward`` and ``learn_backward``, which follow a
-    call that went the whole way, and has made the rooms."""
+    """The forward and the backward of one job, for tensors of the last kind. Schedules define them
+    in ``learn_forward`` and ``learn_backward``, which are called after a call that took the full
+    path and so has created the rooms."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -43,8 +44,8 @@ class Known:
         self._found: list[tuple[list, weakref.ref | None]] = [([], None), ([], None)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Output and logsumexp of query, key and value; None where the call has to go the whole
-        way, after which ``learn_forward`` may know it."""
+        """Output and logsumexp of query, key and value; None if the call has to take the full path,
+        after which ``learn_forward`` may learn it."""
         way = self._way(0, tensors)
         return None if way is None else way(*tensors)
 
@@ -68,7 +69,7 @@ class Known:
     def _keep(self, index: int, tensors: Sequence[Tensor], way, box: Mailbox | None) -> None:
         reference = None
         if way is not None:
-            # In the room, so that nobody holds one that another took the place of.
+            # Stored in the room, so that a replaced room is not kept alive.
             box.forget_many()
             box.views["known call", self, index] = way
             reference = weakref.ref(way)

@@ -1,7 +1,8 @@
-"""Calls by heads that were made before, by the few ops that are left of them.
+"""Repeats earlier calls that exchange heads with only the few ops that they need.
 
-As :mod:`known_call`, for calls of one stage where every rank has as many heads: a message with own
-heads of all rows comes, one kernel computes, and a message with all heads of own rows comes home.
+Like :mod:`known_call`, for calls of one stage where all ranks have the same number of heads. One
+message brings this rank's heads of all rows, one kernel computes, and one message brings back all
+heads of this rank's rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from cp_dispatch.schedules.pushed_heads import are_thin, as_heads, goes_as_it_is
 
 
 class KnownHeads(Known):
-    """Of :class:`~cp_dispatch.schedules.heads.Heads`; ``team_of(job, query, key, value, backward)``
-    says how its calls go."""
+    """Known calls of :class:`~cp_dispatch.schedules.heads.Heads`; ``team_of(job, query, key, value,
+    backward)`` returns the team of a call."""
 
     def __init__(self, team_of: Callable, job: Job):
         super().__init__(job)
@@ -88,7 +89,7 @@ class _Way:
         return self._box.is_current
 
     def _send(self, *tensors: Tensor) -> None:
-        """Until the heads of this rank are there."""
+        """Send, and let the current stream wait for this rank's heads."""
         if not self._go_as_they_are:
             tensors, _ = packed_heads(self._parts, tensors, True)
         self._box.push_heads(tensors, self._numbers, True)

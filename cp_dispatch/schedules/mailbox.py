@@ -1,14 +1,14 @@
-"""Rooms (:mod:`room`) that the other ranks of a host write to, filled by copy engines.
+"""``Mailbox``: a room (:mod:`room`) that the other ranks of a host fill by copy engines.
 
-NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gather that is to run
-beside them costs as much time as one that runs alone. Copy engines cost next to nothing. What they
-need is memory that peers can address (torch's symmetric memory, without multicast) and a way to
-wait for each other without a kernel: flags that a stream writes in a peer's memory and that the
-peer's stream waits for. One stream carries all copies of a device, so that they are in order.
-Some that the default stream would wait for at once it carries itself, by a kernel.
+NCCL's kernels take SMs, and attention kernels leave none free: on an H100 a gather that should
+overlap with them takes as much extra time as one that runs alone. Copy engines cost almost nothing.
+They need memory that peers can address (torch's symmetric memory, without multicast) and a way to
+wait for each other without a kernel: flags that a stream writes into a peer's memory and for which
+the peer's stream waits. One stream carries all copies of a device, so they stay in order. If the
+default stream would wait for copies immediately, it makes them itself, with a kernel.
 
-Note [Flags of a mailbox]: for each pair of ranks there are two, each with one writer and one
-reader, who puts it back to 0. One step of the protocol, alike on every rank and in one stream::
+Note [Flags of a mailbox]: each pair of ranks has two flags, each with one writer and one reader,
+who resets it to 0. One step of the protocol, the same on every rank and in one stream::
 
     open     raise "free for you" at every peer
     push     take "free for me" of every peer, copy, raise "full" at every peer,
@@ -16,9 +16,10 @@ reader, who puts it back to 0. One step of the protocol, alike on every rank and
     wait     (the current stream waits for that one)
     release  (that one waits until the current stream has read what came)
 
-No flag counts, so that a step can be replayed by a CUDA graph. A rank waits only for what its
-peers enqueue before they wait themselves: no cycle, whatever else the ranks do in one order. Boxes
-note down which steps a call has done, so that one that fails gets to its end (:mod:`flags_alone`).
+Flags do not count, so a CUDA graph can replay a step. A rank waits only for work that its peers
+enqueue before they wait themselves, so there is no cycle, whatever else the ranks do in the same
+order. Mailboxes record the steps that a call has done, so that a failed call can complete its flags
+(:mod:`flags_alone`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Mailbox(Room):
         super().__init__(group, own)
         #: Whether a CUDA graph has captured what was done here.
         self.is_in_a_graph = False
-        # Whether the default stream has waited for all that was queued here.
+        # Whether the default stream has waited for everything that was queued here.
         self._is_quiet = False
         # Whether it has pushed and read by itself, so that another stream has to wait for it.
         self._is_ahead = False
@@ -88,8 +89,8 @@ class Mailbox(Room):
         coming: Sequence[int] | None = None,
         ready_at_open: bool = False,
     ) -> None:
-        """Start copying to rooms of peers (and one's own) and taking what others, if not the same,
-        copy here; after :meth:`open` with those.
+        """Start copying to rooms of peers (and the own room), and receiving what other ranks, by
+        default the same ones, copy here; after :meth:`open` with those.
 
         ``sources`` come from :func:`~cp_dispatch.schedules.copy_ops.rows_for`. If they were ready
         at :meth:`open`, the copies do not wait for what the current stream has got to do since.
@@ -102,7 +103,8 @@ class Mailbox(Room):
             targets, sources, self._own, (), here.free, there.full, taken, self._stream,
             not ready_at_open,
         )  # fmt: skip
-        # Another stream reads memory that the current one would give away once it is freed.
+        # Another stream reads memory that the current stream would otherwise reuse once it is
+        # freed.
         self._reading = sources
 
     def push_rows(
@@ -115,9 +117,9 @@ class Mailbox(Room):
         then_wait: bool = False,
         opens_too: Mailbox | None = None,
     ) -> None:
-        """As :meth:`push`, for moves that are the same at every call: numbers that :meth:`move`
-        gave, one after the other. ``opens``: the call is :meth:`open` too, also of another box of
-        the same ranks and stream. ``then_wait``: the call is :meth:`wait` too."""
+        """Like :meth:`push`, for moves that are the same at every call: the numbers that
+        :meth:`move` returned, concatenated. ``opens``: also does :meth:`open`, possibly of another
+        mailbox of the same ranks and stream. ``then_wait``: also does :meth:`wait`."""
         there, here = self._flags(peers)
         raise_first: list[int] = []
         if opens:
@@ -142,10 +144,10 @@ class Mailbox(Room):
         sources: Sequence[Tensor],
         then_wait: bool = False,
     ) -> None:
-        """Offer one's own room, which is full, and start copying from those of all peers: the flags
-        the other way round, "free" that a room can be read and "full" that it was. Ends once all
-        have read this one. ``then_wait``: the call is :meth:`wait` too; as nothing is to be done
-        meanwhile, the default stream pulls by itself, if that is the current one."""
+        """Offer the own room, which is full, and start copying from those of all peers. The flags
+        have exchanged roles: "free" means that a room can be read, "full" that it has been. The
+        stream is done once all peers have read this room. ``then_wait``: also does :meth:`wait`.
+        Then nothing can overlap, so the default stream itself pulls if it is the current one."""
         there, here = self._all
         flags = there.free, here.free, there.full, here.full
         self.pulls += 1
@@ -174,10 +176,10 @@ class Mailbox(Room):
     def push_here(
         self, first: Tensor, second: Tensor, numbers: Tensor, opens: Sequence[Mailbox] = ()
     ) -> None:
-        """As :meth:`push_rows` of two tensors ``(B, H, S, D)``, token-major, and :meth:`wait`,
-        after :meth:`open` of the boxes ``opens``, on the default stream itself, which has to be the
-        current one: no stream waits for another, nor need what came be released. For calls so short
-        that this counts; so :meth:`numbers` are found before."""
+        """:meth:`open` of the boxes ``opens``, then :meth:`push_rows` of two tensors
+        ``(B, H, S, D)``, token-major, and :meth:`wait`, on the default stream itself, which has to
+        be the current one. No stream waits for another, and received data need not be released. For
+        calls so short that this matters; so :meth:`numbers` are computed in advance."""
         for box in (self, *opens):
             box._go_ahead()
         for box in opens:
@@ -201,7 +203,7 @@ class Mailbox(Room):
         self._reading = None if then_wait else sources
 
     def _go_ahead(self) -> None:
-        """Before the default stream pushes, or pulls, by itself."""
+        """Called before the default stream itself pushes or pulls."""
         if not self._is_quiet:
             self.wait()
         self._is_ahead = True
@@ -218,17 +220,17 @@ class Mailbox(Room):
             self.release()
 
     def wait(self) -> None:
-        """Let the current stream wait for everything that was pushed here, and from here."""
+        """Let the current stream wait for everything that was pushed to and from this room."""
         join_streams(self._own, self._stream, False)
         self._reading = None
         self._is_quiet = on_default_stream(self.device)
 
     def wait_for_readers(self) -> None:
-        """Let the current stream wait until nobody reads what was offered here before, and not for
-        what else the box's stream does, such as gradients on their way.
+        """Let the current stream wait until all ranks have read what was offered here before, but
+        not for other work on the box's stream, such as gradients in transit.
 
-        Where a CUDA graph's capture has put nothing on the box's stream yet, that was before the
-        graph, or in its last replay, which ends after it; and a capture may not wait for it.
+        If a CUDA graph's capture has not queued anything on the box's stream yet, that was before
+        the graph, or in its last replay, which ends after it; and a capture must not wait for it.
         """
         if not on_default_stream(self.device):
             self.let_side_follow()
@@ -244,23 +246,24 @@ class Mailbox(Room):
         self.wait()
 
     def let_go(self) -> None:
-        """What was pushed may be freed: the current stream waits for it by other means."""
+        """Allow the pushed tensors to be freed: the current stream waits for it by other means."""
         self._reading = None
 
     def release(self) -> None:
-        """What lies here has been read once the current stream gets to this point."""
+        """Mark the room's data as read once the current stream reaches this point."""
         join_streams(self._own, self._stream, True)
 
 
-#: What a call has done with a box, as boxes note down: told that others may write here; taken their
-#: word that they let this rank write, told that it has, and taken theirs.
+#: The steps of a call that mailboxes record: raised "free" for the peers; taken their "free",
+#: raised "full", and taken their "full".
 OPENED, PUSHED = range(2)
 
 
 def _load_kernels(own: Tensor, stream: int) -> None:
-    """CUDA loads a kernel at its first launch, and may wait for all streams: not while one of them
-    waits for a peer. So all copy 16 bytes to where they are: those that raise flags too, of few
-    copies and of many, and the one that does not."""
+    """CUDA loads a kernel at its first launch, and may then wait for all streams, which must not
+    happen while one of them waits for a peer. So each kernel is launched here to copy 16 bytes onto
+    themselves: those that also raise flags, for few and for many copies, and the one that does
+    not."""
     here = own[HEADER : HEADER + 16].view(1, 1, 16)
     move = [0, 0, 1, here.data_ptr(), 16]
     for where, count in ((CURRENT, 1), (CURRENT, 64), (stream, 3)):
@@ -269,5 +272,6 @@ def _load_kernels(own: Tensor, stream: int) -> None:
 
 
 def on_default_stream(device: torch.device) -> bool:
-    """Whether the current stream is CUDA's own, which nobody destroys or captures."""
+    """Whether the current stream is CUDA's default stream, which cannot be destroyed or
+    captured."""
     return current_raw_stream(device) == 0

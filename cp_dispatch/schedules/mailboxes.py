@@ -1,4 +1,4 @@
-"""The mailboxes of all groups: one of each name, made by all ranks of a group together."""
+"""Creates and caches mailboxes: one per group and name, made by all ranks of the group together."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def mailbox(
     size: int,
     steps: MutableSequence,
 ) -> Mailbox | None:
-    """The group's mailbox of that name with room for ``size`` bytes, filled on ``stream``; None
-    where there cannot be one. Every rank of the group must ask alike. ``steps`` are where it notes
-    down ``(name, OPENED)`` and ``(name, PUSHED)``.
+    """The group's mailbox of this name with room for ``size`` bytes, filled on ``stream``; None if
+    there cannot be one. Every rank of the group must make the same call. The mailbox records
+    ``(name, OPENED)`` and ``(name, PUSHED)`` in ``steps``.
 
-    Mailboxes are held, so that there is one of each name; a larger one takes its place.
+    Mailboxes are kept, so there is one of each name; a larger one replaces a smaller one.
     """
     if stream is None or size > LARGEST:
         return None
@@ -77,10 +77,10 @@ def _make(
 def _meet(
     group: dist.ProcessGroup, device: torch.device, streams: Sequence[torch.cuda.Stream]
 ) -> None:
-    """Return once every rank is here, and these streams and the current one have done their work.
+    """Return once every rank is here, and these streams and the current one are done.
 
-    Not the whole GPU: a stage of a pipeline may have asked for gradients that another stage only
-    sends when it has got what is to be computed here.
+    Does not wait for the whole GPU: a pipeline stage may be waiting for gradients that another
+    stage sends only after it has received what is computed here.
     """
     _finish(device, streams)
     dist.barrier(group, device_ids=[device.index])
@@ -99,8 +99,8 @@ def held_bytes() -> int:
 
 
 def free() -> None:
-    """Give all rooms back, but for those of CUDA graphs. Every rank must call it alike; what needs
-    rooms makes them anew."""
+    """Free all rooms, except those of CUDA graphs. Every rank must call it. Rooms are created again
+    when they are needed."""
     for key, (group, box) in list(_boxes.items()):
         box.let_side_follow()
         if exists(group):

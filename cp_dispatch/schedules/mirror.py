@@ -1,8 +1,8 @@
-"""Half-shards for the mirror rank: natural order becomes head-tail pairs by one exchange.
+"""Exchanges half-shards with the mirror rank, which turns natural order into head-tail pairs.
 
 With W ranks, rank r holds pieces 2r and 2r + 1 of 2W. It keeps the first and exchanges the second
-with rank W - 1 - r, so that it computes with pieces 2r and 2W - 1 - 2r: a head-tail pair, of which
-every rank has one::
+with rank W - 1 - r. Then it computes with pieces 2r and 2W - 1 - 2r, a head-tail pair. Every rank
+has one such pair::
 
     W = 4               rank 0   rank 1   rank 2   rank 3
     natural order        0 1      2 3      4 5      6 7

@@ -1,21 +1,21 @@
-"""A gather in natural order, where mirror ranks share what their rows see of others' keys.
+"""The gather schedule for causal calls in natural order: mirror ranks share the unequal work.
 
-Each rank computes what its rows see of its own keys, as much on all ranks. Of the keys before
-those, rank r would have r shards to compute and its mirror, W - 1 - r, the others of W - 1: so each
-takes the first half of its own rows, and the second half of its mirror's::
+Each rank computes its rows with its own keys, which is equal work on all ranks. Of the keys before
+those, rank r has r shards to compute, and its mirror rank W - 1 - r has W - 1 - r shards. So each
+of the two takes the first half of its own rows and the second half of its mirror's::
 
     W = 4                      rank 0   rank 1   rank 2   rank 3
     own keys                   0        1        2        3
     first half of its rows     -        0        0 1      0 1 2
     mirror's second half       0 1 2    0 1      0        -
 
-Queries and keys come while a rank is busy with its own keys. The mirror's rows are next, whose
-partial outputs go home while its own rows are computed; their owner merges them. Rank 0, whose rows
-see no keys of others, keeps a part of its own keys until then.
+Queries and keys arrive while a rank computes with its own keys. Then it computes the mirror's rows,
+whose partial outputs go back while it computes its own rows; their owner merges them. Rank 0, whose
+rows see no keys of other ranks, saves a part of its own keys for this time.
 
-The backward computes the same, with the mirror's rows of four tensors. dQ of these goes home as
-partial outputs do, and the shares of dK and dV of others' keys go to their owners, while each rank
-is busy with the rest of its own keys.
+The backward computes the same, with the mirror's rows of four tensors. Their dQ goes back like
+partial outputs, and the shares of dK and dV go to the keys' owners, while each rank computes with
+the rest of its own keys.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class _MirroredGather:
 
 
 class _Mine:
-    """What a rank has to do with its mirror, and its tiles; none where it has no rows."""
+    """A rank's exchange with its mirror, and its tiles; empty if it has no rows."""
 
     def __init__(self, job: Job, query: Tensor, backward: bool):
         shares = shares_of(job.geometry, job.rank, backward)
@@ -224,15 +224,15 @@ class _Mine:
         self.owners = job.geometry.world_size - 1
 
     def swap(self, *tensors: Tensor) -> Swap:
-        """The second halves of tensors of this rank's rows for those of the mirror's."""
+        """Exchange the second halves of tensors with this rank's rows for the mirror's."""
         return Swap(self._ring, tensors, self._half, self._half, self._gives, self._takes)
 
     def swap_back(self, *tensors: Tensor) -> Swap:
-        """What was computed of the mirror's rows for what it computed of this rank's."""
+        """Exchange results of the mirror's rows for its results of this rank's rows."""
         return Swap(self._ring, tensors, 0, self._half, self._takes, self._gives)
 
     def nothing(self, dim: int, dtype, lse_dtype=None) -> tuple[Tensor, ...]:
-        """Room for what is not computed of the mirror's rows, which says how large it would be."""
+        """Empty results in place of those of the mirror's rows, to give their sizes."""
         query, shape = self._query, (*self._query.shape[:2], self._half)
         out = token_major(*shape, dim, like=query, dtype=dtype)
         return (out,) if lse_dtype is None else (out, query.new_empty(shape, dtype=lse_dtype))

@@ -1,8 +1,8 @@
-"""A balanced ring for causal work in natural order: half-shards are exchanged with the mirror rank.
+"""A balanced ring for causal calls in natural order, by half-shards from the mirror rank.
 
-See :mod:`cp_dispatch.schedules.mirror`. Query, key and value halves go in one message before the
-ring, the output comes back in one after it; the backward sends what it needs again and keeps
-nothing beside the tensors in natural order that autograd has saved anyway.
+See :mod:`cp_dispatch.schedules.mirror`. Halves of query, key and value go in one message before the
+ring, and the output comes back in one after it. The backward sends what it needs again, and keeps
+only the tensors in natural order that autograd saves anyway.
 """
 
 from __future__ import annotations

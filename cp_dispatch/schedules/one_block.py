@@ -1,12 +1,11 @@
-"""Schedules without moving keys, for when one side is already whole on every rank.
+"""Schedules that move no keys, because query or keys are whole on every rank.
 
-``ReplicatedKeys``: rows are sharded, every rank has all keys. A rank computes its rows and is
-done; in the backward dK/dV are summed over the ranks.
+``ReplicatedKeys``: rows are sharded, and every rank has all keys. A rank computes its rows; the
+backward sums dK and dV over the ranks.
 
-``ReplicatedQueries``: every rank has all rows and its own keys, as in decoding against a sharded
-cache. A rank computes what all rows see of its keys; one gather of outputs and logsumexp merges
-them (as Flash-Decoding does over splits of the keys), and in the backward dQ is summed over the
-ranks.
+``ReplicatedQueries``: every rank has all rows and its own keys, as in decoding with a sharded
+cache. A rank computes all rows with its own keys. Outputs and logsumexp are gathered and merged, as
+Flash-Decoding does over splits of the keys; the backward sums dQ over the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _OneBlock:
     def geometry(
         self, query_length: int, key_length: int, ring_shape: tuple[int, ...], causal: bool, layout
     ) -> Geometry | RowGeometry:
-        """What is whole is in natural order, what is sharded lies in the layout."""
+        """Whole tensors are in natural order, sharded ones in the layout's."""
         ranks = math.prod(ring_shape)
         whole = ((Span(0, query_length if self.queries_are_whole else key_length),),) * ranks
         if layout is not None:

@@ -1,10 +1,10 @@
-"""One kernel call on every rank, for shards so short that the host's time counts.
+"""One kernel call on every rank, for shards so short that the host's time dominates.
 
-Every rank puts its keys at all others where they see them in true order (:mod:`prefix_plan`), and
-each computes all its rows at once: one exchange and one kernel, no merge. Nothing overlaps, work is
-not balanced in natural order, and a prefix takes room of its own; all of that costs less than a
-launch as long as shards are short. The backward is one kernel too; it sends the shares of dK and dV
-to the keys' owners as a gather does (:mod:`key_shares`).
+Every rank sends its keys to all others, which arrange them in natural order (:mod:`prefix_plan`)
+and compute all their rows at once: one exchange, one kernel, no merge. Nothing overlaps, causal
+work in natural order is not balanced, and each prefix takes memory; as long as shards are short,
+all of that costs less than a launch. The backward is one kernel too; it sends the shares of dK and
+dV to the keys' owners like a gather (:mod:`key_shares`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forward(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     """
     if job.mask is not None or job.dropout is not None or job.ring is None:
         raise ContextParallelError(
-            "the schedule one_call takes neither attn_mask nor dropout and needs several ranks; "
+            "the schedule one_call supports neither attn_mask nor dropout and needs several ranks; "
             f"given: attn_mask {job.mask is not None}, dropout {job.dropout is not None}, several "
             f'ranks {job.ring is not None}. Call the op with "ring"'
         )

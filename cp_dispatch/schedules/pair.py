@@ -1,4 +1,4 @@
-"""Key and value (or their gradients) as one flat buffer, so that one message carries both."""
+"""Packs key and value (or their gradients) into one flat buffer, to send both in one message."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keys and values of all ranks as a rank's rows see them: prefixes in true order, one after the
-other (:mod:`prefix_plan`)."""
+"""Gathers keys and values of all ranks as prefixes in natural order, one after the other
+(:mod:`prefix_plan`)."""
 
 from __future__ import annotations
 

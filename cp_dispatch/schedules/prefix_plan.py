@@ -1,8 +1,8 @@
-"""What a rank sees of the keys where they stand in true order: prefixes, one for each run of rows.
+"""Prefixes of the keys for ``"one_call"``: the keys, in natural order, that each run of rows sees.
 
 A run of consecutive positions ``[start, stop)`` sees the keys ``[0, stop)``, under a causal mask
-whose diagonal ends at the bottom right. For head-tail order, where rank r owns pieces r and
-2W - 1 - r, that is two runs and two prefixes. Without a causal mask all rows see all keys.
+whose diagonal ends at the bottom right. In head-tail order, where rank r owns pieces r and
+2W - 1 - r, there are two runs and two prefixes. Without a causal mask all rows see all keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.gather_plan import Parcel
 
-#: A run costs room for its prefix.
+#: Each run needs memory for its prefix.
 MOST_RUNS = 4
 
 
@@ -26,23 +26,25 @@ class Prefix(NamedTuple):
 
 
 def reasons_against(geometry, backend) -> list[str]:
-    """Why a call cannot be one kernel call on each rank; nothing if it can."""
+    """Why a call cannot be a single kernel call on each rank; empty if it can."""
     if not isinstance(geometry, Geometry):
-        return ["rows of the batch have layouts of their own"]
+        return ["each batch row has its own layout"]
     ranks = range(geometry.world_size)
     lengths = {geometry.key_length(rank) for rank in ranks}
     against = []
     if len(lengths) > 1 or 0 in lengths or not all(map(geometry.query_length, ranks)):
-        against.append("the ranks' shards of keys are not alike, or some are empty")
+        against.append("the ranks' shards of keys differ in length, or some are empty")
     if not geometry.causal:
         return against
     runs = max(map(len, geometry.query_spans))
     if not backend.takes_prefixes:
-        against.append(f"the {backend.name} kernel has no causal mask at the bottom right")
+        against.append(f"the {backend.name} kernel has no causal mask aligned to the bottom right")
     if runs > MOST_RUNS:
-        against.append(f"a rank's rows are {runs} runs of consecutive positions, not {MOST_RUNS}")
+        against.append(
+            f"a rank's rows are {runs} runs of consecutive positions, more than {MOST_RUNS}"
+        )
     elif not all(_are_prefixes(geometry, rank) for rank in ranks):
-        against.append("rows see parts of the runs of keys that ranks own")
+        against.append("some rows see only part of a run of keys that a rank owns")
     return against
 
 
@@ -70,29 +72,29 @@ def prefixes_of(geometry: Geometry, rank: int) -> tuple[Prefix, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def prefix_starts(geometry: Geometry, rank: int) -> tuple[int, ...]:
-    """Where a rank's prefixes start if one follows the other."""
+    """Where a rank's prefixes start in their concatenation."""
     return tuple(accumulate([0, *(x.keys for x in prefixes_of(geometry, rank)[:-1])]))
 
 
 @functools.lru_cache(maxsize=1024)
 def keys_of(geometry: Geometry, rank: int) -> int:
-    """Keys of all prefixes of a rank, each prefix for itself."""
+    """Total number of keys in all prefixes of a rank."""
     return sum(prefix.keys for prefix in prefixes_of(geometry, rank))
 
 
 @functools.lru_cache(maxsize=256)
 def most_keys(geometry: Geometry) -> int:
-    """:func:`keys_of` the rank that has most."""
+    """The largest :func:`keys_of` of any rank."""
     return max(keys_of(geometry, rank) for rank in range(geometry.world_size))
 
 
 @functools.lru_cache(maxsize=4096)
 def prefix_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
-    """Which of ``owner``'s keys are in which prefix of ``rank``, and where: of its keys, and of
-    the gradients that it sends back."""
+    """Which of ``owner``'s keys are in which prefix of ``rank``, and where; the same for keys and
+    for the gradients that are sent back."""
     parcels, place = [], 0
     for span in geometry.key_spans[owner]:
-        # Unless something is masked by position, keys may stand in the order of the ranks.
+        # Unless the mask depends on positions, keys may be in the order of the ranks.
         before = sum(map(geometry.key_length, range(owner)))
         start = span.position if geometry.causal else before + place
         parcels += [
@@ -106,7 +108,7 @@ def prefix_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, .
 
 @functools.lru_cache(maxsize=4096)
 def gradient_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
-    """:func:`prefix_parcels` of gradients, which are one tensor for all prefixes."""
+    """:func:`prefix_parcels` for gradients, which are one tensor for all prefixes."""
     starts = prefix_starts(geometry, rank)
     return tuple(
         parcel._replace(tile=0, start=starts[parcel.tile] + parcel.start)
@@ -115,7 +117,7 @@ def gradient_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel,
 
 
 def pairs_of(geometry: Geometry, rank: int) -> int:
-    """Queries times keys that a rank's kernel computes."""
+    """(query, key) pairs that a rank's kernel computes."""
     return sum(
         rows * keys - (rows * (rows - 1) // 2 if geometry.causal else 0)
         for rows, keys in prefixes_of(geometry, rank)

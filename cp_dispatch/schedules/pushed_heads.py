@@ -1,9 +1,9 @@
-"""Heads moved by copy engines, where ranks reach each other's memory (see :mod:`mailbox`).
+"""Exchanges heads by copy engines, where ranks can write to each other's memory (:mod:`mailbox`).
 
-As :mod:`cp_dispatch.schedules.wire`, but what moves is put where kernels read it: in true order,
-each tensor by itself, ``(B, S, heads, dim)``. So nothing is packed (but thin rows, which copy
-engines are slow at), nothing is put in order, and no kernel of NCCL takes SMs from attention. What
-comes home is put side by side by the copy that takes it out of the room.
+Like :mod:`cp_dispatch.schedules.wire`, but heads are written where kernels read them: in natural
+order, each tensor separately, ``(B, S, heads, dim)``. So nothing is packed (except thin rows, which
+copy engines move slowly), nothing is reordered, and no NCCL kernel takes SMs from attention. Heads
+that come back are concatenated by the copy that takes them out of the room.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MOST_COPIES = 16
 
 
 class _Pushed:
-    """A message under way in a mailbox; with ``at_once`` the current stream waits for it, where
-    nothing is to be done meanwhile."""
+    """A message in transit in a mailbox. With ``at_once`` the current stream waits for it
+    immediately, because nothing can overlap with it."""
 
     def __init__(self, ring: Ring, box, moves: Moves, at_once: bool):
         self._ring, self._box, self._moves, self._at_once = ring, box, moves, at_once

@@ -1,15 +1,15 @@
-"""A ring by copy engines, where ranks reach each other's memory (see :mod:`mailbox`).
+"""A ring by copy engines, where ranks can write to each other's memory (see :mod:`mailbox`).
 
-Every owner puts its keys where the rank that needs them at the next hop computes, straight from
-its own tensors, and every rank puts its share of dK and dV where their owner adds it up. So nothing
-is passed on, hops wait for no chain, what nobody needs does not move, and shares travel in the
-kernels' dtype: at hop h rank r computes with the keys of rank r - h, as in the ring that passes
-them on. Rooms hold two key/value shards and two of their gradients, one of each for two ranks; the
-sum is wide, beside them.
+Every owner writes its keys directly from its own tensors to the rank that needs them at the next
+hop, and every rank writes its share of dK and dV to their owner, which sums the shares. So nothing
+is passed on, hops do not wait for a chain, keys that no rank needs do not move, and shares travel
+in the kernels' dtype. At hop h rank r computes with the keys of rank r - h, as in the ring that
+passes keys on. Rooms hold two key/value shards and two shares of gradients, or one of each for two
+ranks; the sum, in wide precision, is outside them.
 
-Where a hop has several tiles of the same keys, as in layouts by documents or blocks, their sum
-travels wide: rounded to 16 bits it would be rounded once more than a ring that passes sums on does
-(with kernels that round once, dV's error was 1.58 times one device's, not 1.43).
+If a hop has several tiles of the same keys, as in layouts by documents or blocks, their sum travels
+in wide precision. In 16 bits it would be rounded once more than in a ring that passes sums on
+(with kernels that round once, dV's error was 1.58 times that of one device instead of 1.43).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from cp_dispatch.schedules.pair import Pair
 
 
 def places(world_size: int) -> int:
-    """Shards that a room holds, which hops take by turns."""
+    """The number of shards that a room holds, used by hops in turn."""
     return max(1, min(2, world_size - 1))
 
 
 class _Hops:
-    """Whom a rank sends to and hears from at each hop, and where in the rooms: they hold
-    :func:`places` ``pair``s of the longest shard."""
+    """The ranks that a rank sends to and receives from at each hop, and the places in the rooms,
+    which hold :func:`places` ``pair``s of the longest shard, used by hops in turn."""
 
     def __init__(self, job: Job, box: Mailbox, pair: Pair):
         self.geometry, self.rank, self.box, self._pair = job.geometry, job.rank, box, pair
@@ -77,7 +77,7 @@ class PushedShards(_Hops):
 
     @contextlib.contextmanager
     def moving_on(self):
-        """Inside, compute with ``key`` and ``value``; meanwhile those of the next hop come."""
+        """Within it, compute with ``key`` and ``value``, while those of the next hop arrive."""
         self.hop += 1
         owner, reader = self.before(self.hop), self.after(self.hop)
         last = self.hop == self.world_size

@@ -1,7 +1,7 @@
-"""Names in a profile for the parts of a schedule.
+"""Names the parts of a schedule in profiles.
 
-``record_function`` costs 12 us of host time also where nobody profiles, so it is called only where
-somebody does.
+``record_function`` costs 12 us of host time even without a profiler, so it is called only while one
+is on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whose ranks can write to each other's memory: GPUs of one host, with the kernels for it."""
+"""Finds out whether ranks can write to each other's memory: GPUs of one host, with our kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _reachable: dict[str, tuple[dist.ProcessGroup, bool]] = {}
 
 
 def is_used_by(group: dist.ProcessGroup) -> bool | None:
-    """Whether a group's ranks reach each other so; None as long as they have not tried."""
+    """Whether a group's ranks can write to each other's memory; None until they have tried."""
     known = _reachable.get(group.group_name)
     return known[1] if known is not None and known[0] is group else None
 
 
 def ask_peers(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Find out whether all ranks agree that each can write to the memory of each."""
+    """Find out whether every rank can write to every other's memory; a collective."""
     mine = torch.tensor([number_of_host(), device.index, _can_try()], device=device)
     everyone = mine.new_empty((dist.get_world_size(group), 3))
     all_gather_single(everyone.flatten(), mine, group=group)
@@ -46,5 +46,5 @@ def _can_try() -> bool:
 
 
 def _can_share() -> bool:
-    """Whether torch's symmetric memory, which refuses two ranks on one GPU, was told not to."""
+    """Whether torch's symmetric memory, which refuses two ranks on one GPU, is set to allow it."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"

@@ -1,4 +1,4 @@
-"""Ring attention: key/value shards travel, queries stay.
+"""The ring schedule: key/value shards travel, queries stay.
 
 After Liu et al., "Ring Attention with Blockwise Transformers" (arXiv:2310.01889). With W ranks,
 hop h finds the keys of owner ``(rank - h) % W`` on each rank::
@@ -9,13 +9,13 @@ hop h finds the keys of owner ``(rank - h) % W`` on each rank::
      2         kv2      kv3      kv0      kv1
      3         kv1      kv2      kv3      kv0
 
-Each move starts with the current block, so the two overlap. Keys stop moving
-when no later rank needs them: for a natural-order causal mask ``kv3`` never leaves rank 3 and
-nothing goes around the end of the ring.
+Each transfer starts together with the current block, so the two overlap. Keys stop moving when no
+later rank needs them: for a causal mask in natural order, ``kv3`` never leaves rank 3, and nothing
+goes around the end of the ring.
 
-In the backward, dK/dV of an owner follow its keys one hop behind: while a rank computes its
-block, the sum so far arrives from the previous rank; the rank adds its share and passes it on,
-and the last of W moves brings it home.
+In the backward, an owner's dK and dV follow its keys one hop behind. While a rank computes its
+block, the sum so far arrives from the previous rank; the rank adds its share and passes the sum on,
+and the last of W moves brings it back to the owner.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _keys(key: Tensor, value: Tensor, job: Job) -> TravellingKeys | PushedShards
 def _key_gradient(
     key: Tensor, value: Tensor, job: Job, pushed: bool
 ) -> TravellingGradient | ReturnedShares:
-    """``pushed``: keys are; where there was no room for them there is none for gradients."""
+    """``pushed``: whether copy engines move the keys; if not, they do not move gradients either."""
     dtype, box = job.backend.gradient_dtype(key.dtype), None
     if pushed:
         # Looks at all pairs of ranks, which are those of one host here.
@@ -133,9 +133,9 @@ def _box(name: str, pair: Pair, job: Job):
 
 
 class TravellingKeys:
-    """The key/value shard at hand, and the next one on its way.
+    """The current key/value shard, and the next one in transit.
 
-    Holds two buffers of one key/value shard each beside the rank's own tensors.
+    Holds two buffers of one key/value shard each, in addition to the rank's own tensors.
     """
 
     def __init__(self, key: Tensor, value: Tensor, job: Job):
@@ -152,8 +152,8 @@ class TravellingKeys:
 
     @contextlib.contextmanager
     def moving_on(self):
-        """Inside, compute with ``key`` and ``value``; meanwhile the shard of the next hop comes,
-        if some rank still needs one, and is at hand afterwards."""
+        """Within it, compute with ``key`` and ``value``, while the shard of the next hop arrives,
+        if some rank still needs one. Afterwards that is the current shard."""
         if self._hop >= self._transitions:
             yield
             self._hop += 1

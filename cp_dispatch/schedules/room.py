@@ -1,6 +1,7 @@
-"""Memory of a GPU that the other ranks of a group can address, with the flags they wait for.
+"""``Room``: memory of a GPU that the other ranks of a group can address, with flags to wait for.
 
-Where it lies and where each flag is. Who copies what, and when: :mod:`mailbox`.
+This module knows the addresses of the memory and of each flag; :mod:`mailbox` knows what is copied
+when.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Flags(NamedTuple):
 
 
 class Room:
-    """``own``, from :func:`memory`, with those of the other ranks of a group, which make theirs
-    together."""
+    """``own``, from :func:`memory`, and the same memory of the other ranks of a group, which all
+    create theirs together."""
 
     def __init__(self, group: dist.ProcessGroup, own: Tensor):
         self._own, self._rank = own, dist.get_rank(group)
@@ -79,7 +80,7 @@ class Room:
             self.views.clear()
 
     def retire(self) -> None:
-        """Another takes its place, or nobody asks for it any more."""
+        """Mark the room as replaced or freed."""
         self.is_current = False
         self.views.clear()  # what is kept there may refer to the box
 
@@ -89,8 +90,8 @@ class Room:
 
 
 def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
-    """Flags, which are 0, and ``size`` bytes that peers can address; where a rank has not got
-    them, all raise."""
+    """Flags, which are 0, and ``size`` bytes that peers can address. If a rank cannot allocate
+    them, all ranks raise."""
     found = error = None
     missing = torch.zeros(1, dtype=torch.int64, device=device)
     how = (HEADER + size,), (1,), torch.uint8, device
@@ -108,9 +109,9 @@ def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
         raise error
     if int(missing):
         raise ContextParallelError(
-            f"{int(missing)} of {dist.get_world_size(group)} ranks had no memory for a room of "
-            f"{size / 2**20:.0f} MiB, where copy engines put what other ranks send. Leave more "
-            "free; CP_DISPATCH_COPY_ENGINES=0 does without rooms"
+            f"{int(missing)} of {dist.get_world_size(group)} ranks could not allocate the buffer "
+            f"of {size / 2**20:.0f} MiB into which copy engines write what other ranks send. Leave "
+            "more memory free, or set CP_DISPATCH_COPY_ENGINES=0, which needs no such buffers"
         )
     found[:HEADER].zero_()
     return found

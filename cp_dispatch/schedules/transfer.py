@@ -1,4 +1,4 @@
-"""What travels, for plans that tell their costs."""
+"""``Transfer``: one collective and its bytes, for reports of plans."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Messages that move heads: from some rows of all heads to all rows of some heads, and back.
+"""Messages that exchange heads: from some rows of all heads to all rows of some heads, and back.
 
-A group of ranks holds a sequence in shards. In one all-to-all each rank sends every other one the
-heads that are its share, and gets all rows of its own share. Rows travel position by position,
-then by batch row, the heads of all parts (query, key, ...) side by side::
+A group of ranks holds a sequence in shards. In one all-to-all each rank sends every other rank that
+rank's share of the heads, and receives all rows of its own share. Rows are ordered by position,
+then by batch row, with the heads of all parts (query, key, ...) side by side::
 
     rank 0, rows 0 1, sends rank 1 its heads      rank 1 receives
         [row 0: q k v][row 1: q k v]              [row 0: q k v][row 1: q k v][row 2: ...
 
-so what comes from several ranks is one sequence, whatever their lengths, and kernels read their
-part of it where it arrives, as a view: nothing is unpacked.
+So the rows from several ranks form one sequence, whatever their lengths, and kernels read their
+part of it in place, as a view, without unpacking.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Wire:
-    """How a message lies in memory, see the module. Makes no tensors but what it is asked for."""
+    """The memory layout of a message, see the module's docstring."""
 
     def __init__(self, batch: int, lengths: tuple[int, ...], rank: int, parts: tuple[Part, ...]):
         self.parts, self._batch, self._rank, self._lengths = parts, batch, rank, lengths
@@ -125,8 +125,8 @@ def wire(batch: int, lengths: tuple[int, ...], rank: int, parts: tuple[Part, ...
 
 
 class Outward:
-    """Own rows of all heads on their way: started at once, :meth:`wait` gives all rows of own
-    heads. ``order`` puts them in true order."""
+    """Sends this rank's rows of all heads, immediately; :meth:`wait` returns all rows of its own
+    heads. ``order`` puts them in natural order."""
 
     def __init__(self, ring: Ring, wire: Wire, tensors: Sequence[Tensor], order: Order | None):
         self._wire, self._order = wire, order
@@ -156,11 +156,11 @@ class Outward:
         return self._wire.views_of_all(buffer)
 
     def release(self) -> None:
-        """Nothing reads them any more; the views hold their memory."""
+        """Called when nothing reads them any more; the views hold their memory."""
 
 
 class Homeward:
-    """All rows of own heads on their way to the ranks that own the rows.
+    """Sends all rows of this rank's heads to the ranks that own the rows.
 
     ``pieces`` holds for each part its tensors ``(B, n, S, dim)``, which together have its heads.
     """

@@ -1,4 +1,4 @@
-"""One call of ``varlen_attn`` as data."""
+"""``VarlenCall``: the arguments of one ``varlen_attn`` call as data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cp_dispatch.varlen.documents import Window
 @dataclass(frozen=True)
 class VarlenCall:
     """The arguments of the op behind ``varlen_attn``, in its order; query ``(T, H, D)``, key and
-    value ``(M, Hkv, D)``. What the longest documents are said to be is not read: the lengths
-    tell."""
+    value ``(M, Hkv, D)``. The maximum lengths are not read, because they follow from the cumulative
+    ones."""
 
     query: Any
     key: Any
@@ -45,7 +45,7 @@ class VarlenCall:
         return Window(max(-1, int(left)), 0 if self.is_causal else max(-1, int(right)))
 
     def describe(self) -> str:
-        """The call in one line a tensor, for messages."""
+        """The call in words, one line per tensor, for messages."""
         lines = [
             f"{name}: {describe_tensor(x)}" for name, x in (self.tensors | self.starts).items()
         ]

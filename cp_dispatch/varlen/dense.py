@@ -1,7 +1,7 @@
-"""Attention of packed documents in plain torch: the CPU's kernel, and the specification.
+"""Attention of packed documents in plain torch: the kernel for CPU, and the specification.
 
-Torch has no kernel of ``varlen_attn`` for CPU. Pieces are computed one by one, scores are held
-whole, in float32 (float64 for float64). As the CUDA kernel does, a row without keys gets zeros and
+Torch has no kernel of ``varlen_attn`` for CPU. Pieces are computed one by one, with all scores in
+memory, in float32 (float64 for float64). As in the CUDA kernel, a row without keys gets zeros and
 the logsumexp inf.
 """
 
@@ -29,7 +29,7 @@ def forward(
     Args:
         query, key, value: ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``.
         sizes: ``(rows, keys)`` of each piece, together T and M.
-        window: aligned at the bottom right of each piece.
+        window: aligned to the bottom right of each piece.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty((query.size(1), query.size(0)), dtype=wide_dtype(query.dtype))

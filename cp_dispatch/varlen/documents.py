@@ -1,12 +1,12 @@
-"""Packed documents, and which of their keys some rows attend. Integers only.
+"""``Documents``: packed documents, and the keys that a rank's rows attend in them. Integers only.
 
 Note [Pieces]
 ~~~~~~~~~~~~~
 A *piece* is a run of a rank's rows within one document, with the keys of that document that they
-attend, which are a run too. Torch's kernel aligns windows at the bottom right: with n rows and m
-keys row i sees the keys from ``i + m - n - left`` to ``i + m - n + right``. So a piece whose keys
-end where its last row's diagonal does sees with the user's window what its rows see in the whole
-document::
+attend, which are a run too. Torch's kernel aligns windows to the bottom right: with n rows and m
+keys, row i sees the keys from ``i + m - n - left`` to ``i + m - n + right``. So if the keys of a
+piece end at the diagonal of its last row, the user's window gives its rows the same keys as in the
+whole document::
 
     document of 6 rows and keys, causal, rows 2 and 3:  keys 0 to 3, n = 2, m = 4
 
@@ -14,10 +14,11 @@ document::
         row 2  x x x
         row 3  x x x x
 
-A window to the right goes past the diagonal of the last row, as far as the document does. These
-``shift`` more keys move the diagonal by as much, which the kernel is told by another window,
-``(left + shift, right - shift)``: pieces of one shift are one call. In natural order only the last
-document of a rank's rows is cut there, so there are two calls at most, and one for causal windows.
+A window to the right extends past the diagonal of the last row, up to the end of the document.
+These ``shift`` additional keys move the diagonal by the same amount, which a different window
+corrects, ``(left + shift, right - shift)``. Pieces with the same shift are one call. In natural
+order only the last document of a rank's rows is cut in this way, so there are at most two calls,
+and one for causal windows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from cp_dispatch.layouts import Span
 
 
 class Window(NamedTuple):
-    """How many keys before and after the diagonal a row sees, itself aside; -1: all."""
+    """How many keys a row sees before and after the diagonal, not counting the diagonal; -1:
+    all."""
 
     left: int
     right: int
@@ -49,21 +51,21 @@ class Window(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Where documents begin in the packed sequences, and at last where they end."""
+    """The starts of documents in the packed sequences, and the end of the last one."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
 
     def reasons(self, window: Window, query_length: int, key_length: int) -> list[str]:
-        """Why they cannot be attended, each with what to do."""
+        """Reasons why the documents are not supported, each with what to do."""
         given = ("cu_seq_q", self.queries, query_length), ("cu_seq_k", self.keys, key_length)
         reasons = [reason for one in given for reason in _not_cumulative(*one)]
         if len(self.queries) != len(self.keys):
             reasons.append(
                 f"cu_seq_q is for {len(self.queries) - 1} documents, cu_seq_k for "
-                f"{len(self.keys) - 1}; give as many"
+                f"{len(self.keys) - 1}; pass the same number"
             )
-        # The kernel takes a limit on the right for none if it reaches the longest of all keys.
+        # The kernel ignores a limit on the right if it reaches the longest of all keys.
         beyond = window.right > 0 or (window.right < 0 and window.left >= 0)
         if not reasons and beyond:
             pairs = zip(lengths(self.queries), lengths(self.keys), strict=True)
@@ -72,8 +74,9 @@ class Documents(NamedTuple):
                 i, rows, keys = found[0]
                 reasons.append(
                     f"document {i} has {rows} queries and {keys} keys, and the window "
-                    f"{tuple(window)} sees keys after the diagonal; what torch's kernel makes of "
-                    "that depends on the longest document. Use a window (left, 0) or (-1, -1)"
+                    f"{tuple(window)} includes keys after the diagonal; torch's kernel computes "
+                    "results that then depend on the longest document. Use a window (left, 0) or "
+                    "(-1, -1)"
                 )
         return reasons
 
@@ -82,11 +85,11 @@ def _not_cumulative(name: str, starts: Sequence[int], length: int) -> Iterator[s
     if not starts or starts[0] != 0:
         yield f"{name} must begin with 0, got {list(starts[:1])}"
     elif any(a > b for a, b in zip(starts, starts[1:], strict=False)):
-        yield f"{name} must not descend; give cumulative lengths"
+        yield f"{name} must not decrease; pass cumulative lengths"
     elif starts[-1] > length:
         yield (
-            f"{name} ends at {starts[-1]}, the packed sequence has {length} positions in all; give "
-            "cumulative lengths of the whole sequence and DTensors with their global shape"
+            f"{name} ends at {starts[-1]}, but the packed sequence has {length} positions; pass "
+            "cumulative lengths of the whole sequence, and DTensors with their global shape"
         )
 
 
@@ -96,7 +99,7 @@ def lengths(starts: Sequence[int]) -> list[int]:
 
 
 class Piece(NamedTuple):
-    """See Note [Pieces]: rows of the shard, positions of keys, and which document it is of."""
+    """See Note [Pieces]: rows of the shard, positions of keys, and the piece's document."""
 
     row: int
     rows: int

@@ -1,4 +1,4 @@
-"""Moving the keys that a rank's rows attend to it, and shares of their gradients back."""
+"""Moves the keys that a rank's rows attend to it, and shares of their gradients back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen.keys import add, as_batch, in_turn
 from cp_dispatch.varlen.traffic import Traffic
 
-# Up to so many runs of rows are added up in one pass over memory.
+# Up to this many runs of rows are summed in one pass over memory.
 _MOST_SUMS = 32
 
 
 class Exchange:
-    """The moves of one rank, for forward and backward alike: one all-to-all each, and none where no
-    rank needs keys of another."""
+    """The transfers of one rank in forward and backward: one all-to-all each, or none if no rank
+    needs keys of another."""
 
     def __init__(self, traffic: Traffic, rank: int, device: torch.device):
         self._rank, self.moves, self._takes = rank, traffic.moves, traffic.takes
@@ -51,8 +51,8 @@ class Exchange:
     def bring_back(
         self, ring: Ring | None, grads: Sequence[Tensor], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Sums of what all ranks computed of this rank's keys, in the dtype of ``like``, its shards
-        of dK and dV; from the gradients of its compact keys. Rounded once."""
+        """Send the gradients of this rank's compact keys to their owners, and return the sums of
+        all ranks' gradients of this rank's own keys, like ``like``, its shards. Rounded once."""
         parts = [list(grad.split(list(self._takes))) for grad in grads]
         own = [of_owners[self._rank] for of_owners in parts]
         came = []
@@ -86,7 +86,7 @@ class Exchange:
     def _swap(
         self, ring: Ring, send: list[list[Tensor]], counts: Sequence[int], like: Sequence[Tensor]
     ) -> list[list[Tensor]]:
-        """Rows of both tensors to every rank, and ``counts`` rows of both from every rank."""
+        """Send rows of both tensors to every rank; receive ``counts`` rows of both from each."""
         widths = [math.prod(x.shape[1:]) for x in like]
         flat = torch.cat([x.reshape(-1) for both in send for x in both])
         sizes = [sum(x.numel() for x in both) for both in send]

@@ -1,4 +1,4 @@
-"""What a call of ``varlen_attn`` would do, without doing it."""
+"""``explain_varlen()``: what a ``varlen_attn`` call would do, without running it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def explain_varlen(
     *,
     window_size: tuple[int, int] = (-1, -1),
 ) -> VarlenPlan:
-    """What ``varlen_attn`` of these arguments would do here and now.
+    """Explain what ``varlen_attn`` would do with these arguments, without running it.
 
-    Looks at the documents, for which the host waits, so it says how many rows of keys each rank
-    would send. Computes nothing, does not communicate.
+    Reads the lengths of the documents, for which the host waits for the device, to find how many
+    rows of keys each rank would send. Computes nothing and does not communicate.
 
     Args:
-        query, key, value: ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``, any dtype.
-        cu_seq_q, cu_seq_k: ``(documents + 1,)`` int32, of the whole sequence.
-        window_size: ``(left, right)``, -1 for all.
+        query, key, value: DTensors ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``, any dtype.
+        cu_seq_q, cu_seq_k: ``(documents + 1,)`` int32, cumulative lengths of the whole sequence.
+        window_size: ``(left, right)``; -1 means no limit on that side.
 
     Returns:
-        A :class:`VarlenPlan`, which prints well; of a call that would raise, one with all the
-        reasons.
+        A :class:`VarlenPlan`; print it for a readable report. For a call that would raise, it holds
+        all the reasons.
     """
     from cp_dispatch.toggle import current_options, plain_context
 

@@ -1,11 +1,12 @@
-"""The kernels that stand before those of ``varlen_attn``.
+"""Installs kernels in front of those of ``varlen_attn``.
 
-DTensors go to :mod:`cp_dispatch.varlen.rule` while cp_dispatch is enabled. Plain tensors inside
-``context_parallel`` are refused: their call would attend to the shards alone and take cumulative
-lengths of the whole sequence for theirs.
+Calls on DTensors go to :mod:`cp_dispatch.varlen.rule` while cp_dispatch is enabled. Calls on plain
+tensors inside ``context_parallel`` are refused: they would attend only to the shards, and take the
+cumulative lengths of the whole sequence for those of a shard.
 
-The kernels stay from the first ``enable`` or block on, until ``disable``: putting them there and
-taking them away costs a millisecond, at every block. While nothing is on they call on to torch's.
+The kernels stay from the first ``enable`` or block until ``disable``, because installing and
+removing them would cost a millisecond at every block. While nothing is enabled they pass calls on
+to torch's.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ _installed: list[torch.library.Library] = []
 
 
 def install(current_options, plain_context) -> None:
-    """Stand before torch's kernels, until :func:`remove`.
+    """Install kernels in front of torch's, until :func:`remove`.
 
-    ``current_options()`` are those of DTensors or None, ``plain_context()`` says whether plain
-    tensors are shards.
+    ``current_options()`` returns the options for DTensors or None, ``plain_context()`` says whether
+    plain tensors are shards.
     """
     ops = [] if _installed else varlen_ops()
     if not ops:
         return
-    # All fetched first: a kernel at one key changes what torch computes for the others.
+    # All are fetched first: a kernel at one key changes what torch computes for the others.
     kernels = {
         (op, key): torch.library.get_kernel(f"torch_attn::{op}", key) for op in ops for key in _KEYS
     }
@@ -60,7 +61,7 @@ def install(current_options, plain_context) -> None:
 
 
 def remove() -> None:
-    """Leave torch's kernels as they were."""
+    """Restore torch's kernels."""
     if _installed:
         withdraw(_installed.pop())
         for op in varlen_ops():
@@ -105,7 +106,7 @@ def _options_now(current_options):
 def _attend(op: str, options, args, kwargs):
     if op != "_varlen_attn":
         error = ContextParallelError(
-            "varlen_attn_out is not supported on DTensors, for it writes into a tensor of the "
+            "varlen_attn_out is not supported on DTensors, because it writes into a tensor of the "
             "caller; use varlen_attn, or cp_dispatch.disable()"
         )
         given = *args, *kwargs.values()

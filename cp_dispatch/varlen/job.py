@@ -1,4 +1,4 @@
-"""What one rank does in one call: its kernel calls, and where their rows and keys lie."""
+"""What one rank does in one call: its kernel calls, and where their rows and keys are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cp_dispatch.varlen.kernel import Kernel
 from cp_dispatch.varlen.keys import CallKeys, add_together
 from cp_dispatch.varlen.traffic import Traffic, traffic_of
 
-#: The most pieces of a kernel call: a size of a CUDA grid.
+#: The largest number of pieces in a kernel call (a CUDA grid).
 _MOST_PIECES = 65535
 
 _kept, _known = Kept(), Kept()
@@ -38,8 +38,8 @@ def documents_of(cu_seq_q: Tensor, cu_seq_k: Tensor) -> Documents:
 
 
 class Call:
-    """The pieces of one shift: one kernel call. Where their rows are in the shard, and their keys
-    among the compact ones."""
+    """One kernel call: the pieces with one shift, the places of their rows in the shard, and of
+    their keys among the compact ones."""
 
     def __init__(self, pieces: Sequence[Piece], traffic: Traffic, window: Window, device):
         rows: list[Span] = []
@@ -56,7 +56,7 @@ class VarlenJob:
     """See :mod:`cp_dispatch.varlen.ops` for the arguments.
 
     Raises:
-        ContextParallelError: the documents are not supported; on every rank.
+        ContextParallelError: on every rank, if the documents are not supported.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The local kernel: FlashAttention's for packed sequences on CUDA, plain torch on CPU."""
+"""The local kernel: FlashAttention for packed sequences on CUDA, plain torch on CPU."""
 
 from __future__ import annotations
 

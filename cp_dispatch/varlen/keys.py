@@ -1,4 +1,4 @@
-"""Where the keys of a kernel call lie among the compact ones, there and back."""
+"""Selects the keys of a kernel call from a rank's compact keys, and puts their gradients back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cp_dispatch.parts import add_up
 from cp_dispatch.varlen.documents import Piece
 from cp_dispatch.varlen.traffic import Traffic
 
-# With more runs than this keys are copied by an index, and their gradients added up one layer after
-# the other.
+# With more runs than this, keys are copied by an index, and their gradients are summed one layer
+# after the other.
 _MOST_RUNS = 32
 
 Layer = tuple[Selector, Selector]
@@ -56,8 +56,8 @@ class CallKeys:
 
     @functools.cached_property
     def layers(self) -> list[Layer]:
-        """Pieces so that no two of a layer have keys in common: where their keys are among those of
-        the kernel, and among the compact ones. Pieces of several documents never share any."""
+        """Layers of pieces without common keys: the places of their keys among the kernel's and
+        among the compact ones. Pieces of different documents never share keys."""
         found: list[tuple[list[Span], list[Span]]] = []
         of_document: dict[int, int] = {}
         start = 0
@@ -76,7 +76,7 @@ class CallKeys:
 def add_together(
     calls: Sequence[CallKeys], grads: Sequence[Sequence[Tensor]], totals: Sequence[Tensor]
 ) -> None:
-    """Write into ``totals`` of the compact keys the sums of what the kernels of all calls gave."""
+    """Write the sums of all calls' kernel gradients into ``totals``, those of the compact keys."""
     places = tuple(place for keys in calls for place in keys.sums)
     if len(places) <= _MOST_RUNS and totals[0].size(0):
         of_runs = [pair for keys, pair in zip(calls, grads, strict=True) for _ in keys.sums]

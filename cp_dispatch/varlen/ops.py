@@ -1,9 +1,8 @@
 """The custom ops ``torch.ops.cp_dispatch.varlen_attention`` and its backward.
 
-On plain tensors they take this rank's shards and communicate over ``group_name``; on DTensors whole
-DTensors, for which :mod:`cp_dispatch.varlen.rule` has the rules. The documents are data: the ops
-look at them on the host, once for each version of the tensors, so that other documents compile
-nothing anew.
+On plain tensors they take this rank's shards and communicate over ``group_name``. On DTensors they
+follow the rules in :mod:`cp_dispatch.varlen.rule`. The documents are data: the ops read them on the
+host, once for each version of the tensors, so different documents need no recompilation.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 #   cu_seq_q, cu_seq_k            (documents + 1,), int32 or int64, of the whole sequence
 #   logsumexp                     (H, T), natural log, inf for a row without keys; float32, float64
 #                                 for float64
-# window is [left, right], -1 for all; scale None is 1 / sqrt(D). Of the ranks of ring_shape this
-# one is ring_rank, they are group_name; [], 0 and "" mean that this rank holds all of the sequence.
-# layout is the text of a balancer, "" for natural order. key_grad False: dK and dV are empty.
+# window is [left, right], -1 for all; scale None is 1 / sqrt(D). This rank is ring_rank among the
+# ranks of ring_shape, whose group is group_name; [], 0 and "" mean that it holds all of the
+# sequence. layout is the text of a balancer, "" for natural order. key_grad False: dK and dV are
+# empty.
 _OPTIONS = (
     "Tensor cu_seq_q, Tensor cu_seq_k, int[] window, float? scale, SymInt query_length, "
     "SymInt key_length, int[] ring_shape, int ring_rank, str group_name, str layout"
@@ -84,7 +84,7 @@ def _backward(
 
 @run_uncompiled
 def _starts(cu_seq: Tensor) -> Tensor:
-    """A copy. Torch's own is left out by compilers, where nobody writes to it."""
+    """A copy. Compilers remove torch's own copy op if the copy is not written to."""
     return cu_seq.clone()
 
 
@@ -100,8 +100,9 @@ def _prepared(
     if (query.size(0), key.size(0)) != (job.rows, job.key_rows):
         raise ContextParallelError(
             f"varlen_attn: rank {ring_rank} of {math.prod(ring_shape)} holds {query.size(0)} "
-            f"queries and {key.size(0)} keys, where lengths and layout say {job.rows} and "
-            f"{job.key_rows}. Were the DTensors made of uneven shards without their global shape?"
+            f"queries and {key.size(0)} keys, but by lengths and layout it should hold {job.rows} "
+            f"and {job.key_rows}. Were the DTensors made from uneven shards without their global "
+            "shape?"
         )
     ring = Ring.of(resolve_group(group_name), query.device) if group_name else None
     return job, ring, 1 / math.sqrt(query.size(2)) if scale is None else scale
@@ -131,7 +132,7 @@ def _backward_fake(grad_output, query, key, value, output, logsumexp, *options):
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Autograd of DTensors and of plain tensors alike."""
+    """Autograd for DTensors and for plain tensors."""
 
     @staticmethod
     @run_uncompiled
@@ -152,7 +153,7 @@ class VarlenAttention(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 3 + rest
         needs = ctx.needs_input_grad[:3]
-        # Once: a checkpoint recomputes at the first look and refuses a second.
+        # Only once: a checkpoint recomputes at the first access and refuses a second one.
         saved = ctx.saved_tensors
         grads = BACKWARD(grad_output, *saved, *ctx.options, needs[1] or needs[2])
         return *(g if need else None for g, need in zip(grads, needs, strict=True)), *rest

@@ -1,4 +1,4 @@
-"""From a call of ``varlen_attn`` to a plan: how it runs, or every reason why not."""
+"""Makes the plan of a ``varlen_attn`` call: how it runs, or every reason why not."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.refusal import refusals
 
-EXCHANGE = "only keys that some row of a rank attends are sent to it, for one kernel call"
+EXCHANGE = "each rank is sent only the keys that its rows attend, for one kernel call"
 
 
 @dataclass(frozen=True)
 class VarlenPlan(PlanByNeed):
-    """What happens to one call of ``varlen_attn``.
+    """How one call of ``varlen_attn`` is handled.
 
     Attributes:
-        handler: ``"cp_dispatch"``, ``"stock"`` (torch as it is) or ``"refused"``.
-        schedule: ``"exchange"``, ranks send each other the keys that their rows attend;
-            ``"local"``, the sequence is not sharded.
-        layout: in which order the shards lie, None for natural order.
-        mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape``, their sizes.
-        key_row_bytes: bytes that one position of key and value takes on a rank.
-        reasons: why it is so; for ``"refused"`` all the reasons, each with what to do.
-        rows_sent: key rows that each rank sends in a forward, where the documents were looked at
+        handler: ``"cp_dispatch"``, ``"stock"`` (unmodified torch) or ``"refused"``.
+        schedule: ``"exchange"``: ranks send each other the keys that their rows attend.
+            ``"local"``: the sequence is not sharded.
+        layout: the order of the shards, None for natural order.
+        mesh_dims: mesh dims whose ranks share the sequence; ``ring_shape`` has their sizes.
+        key_row_bytes: bytes of one position of key and value on a rank.
+        reasons: why this plan was made; for ``"refused"`` all the reasons, each with what to do.
+        rows_sent: key rows that each rank sends in a forward; None unless the documents were read
             (:func:`explain_varlen`).
         call: the call in words.
     """
@@ -62,8 +62,8 @@ _MOST_PLANS = 256
 
 
 def known_plan(options: Options, call: VarlenCall) -> VarlenPlan:
-    """:func:`make_plan`, which takes a tenth of a millisecond, or what it said of a call like this
-    one before."""
+    """:func:`make_plan`, which takes 0.1 ms, or its cached plan for an earlier call like this
+    one."""
     tensors = call.tensors.values()
     if is_tracing() or not all(isinstance(x, DTensor) for x in tensors):
         return make_plan(options, call)
@@ -87,7 +87,7 @@ def _placements(x):
 
 
 def make_plan(options: Options, call: VarlenCall) -> VarlenPlan:
-    """Decide about a call that involves a DTensor; looks at no data."""
+    """Plan a call that involves a DTensor, without reading any data."""
     reasons = refusals(call, options.layout)
     if reasons:
         return VarlenPlan("refused", reasons=tuple(reasons))
@@ -96,7 +96,7 @@ def make_plan(options: Options, call: VarlenCall) -> VarlenPlan:
     if not ring:
         schedule, why = "local", ["the sequence is not sharded"]
     elif options.schedule not in ("auto", "gather"):
-        why.append(f"the schedule {options.schedule} is for other calls: this one has no choice")
+        why.append(f"schedule={options.schedule!r} does not apply: varlen_attn has only this one")
     sharers = math.prod(mesh.size(dim) for dim in sharded_dims(call.query, 1))
     heads, dim = int(call.key.shape[1]), int(call.key.shape[2])
     return VarlenPlan(

@@ -1,8 +1,8 @@
-"""Every reason to refuse a call of ``varlen_attn``, each with what to do instead.
+"""Collects every reason to refuse a ``varlen_attn`` call, each with what to do instead.
 
-As in :mod:`cp_dispatch.refusal` the checks look at what all ranks share, so that all refuse alike.
-What is wrong with the documents themselves is found by :mod:`cp_dispatch.varlen.documents`, also
-before any communication, for every rank reads the same lengths.
+As in :mod:`cp_dispatch.refusal`, the checks use only what all ranks know, so all refuse in the same
+way. Errors in the documents themselves are found by :mod:`cp_dispatch.varlen.documents`, also
+before any communication, because every rank reads the same lengths.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from cp_dispatch.refusal import form_refusals, grouped_heads_refusals, label, or
 from cp_dispatch.varlen.call import VarlenCall
 
 _INFERENCE_ONLY = {
-    "seqused_k": "give lengths by cu_seq_k",
-    "block_table": "give packed keys",
-    "num_splits": "leave it out: pieces of documents would not keep what it promises",
+    "seqused_k": "pass lengths as cu_seq_k",
+    "block_table": "pass packed keys",
+    "num_splits": "leave it out: with documents in pieces it could not keep its guarantee",
 }
-#: What FlashAttention's kernel takes.
+#: The dtypes that FlashAttention's kernel supports.
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
 
 
 PLAIN_SHARDS = (
-    "varlen_attn of plain tensors inside context_parallel, or in a module with the style "
-    "ContextParallel, would attend to this rank's shard alone. Supported there: "
-    "scaled_dot_product_attention, with documents as an attn_mask, and flex_attention, with "
-    "documents in a BlockMask that is among the buffers; supported on DTensors with "
-    "cp_dispatch.enable(): varlen_attn. To attend to local tensors alone, call it outside of the "
-    "block."
+    "varlen_attn on plain tensors inside context_parallel, or in a ContextParallel module, would "
+    "attend to this rank's shard alone. Supported there: scaled_dot_product_attention, with "
+    "documents as an attn_mask, and flex_attention, with documents in a BlockMask that is among "
+    "the buffers. On DTensors, with cp_dispatch.enable(), varlen_attn is supported too. To attend "
+    "to local tensors alone, call it outside the block."
 )
 
 
 def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
-    """All reasons why the call is not supported; none if it is."""
+    """All reasons why the call is not supported; empty if it is."""
     reasons = [
         f"{name} is not supported on DTensors; {instead}"
         for name, instead in _INFERENCE_ONLY.items()
@@ -65,7 +64,7 @@ def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
 
 
 def placements_of_keys(query_placements) -> tuple:
-    """Where key and value lie while a call runs: as the query."""
+    """The placements of key and value while a call runs: those of the query."""
     return tuple(p if isinstance(p, Shard) else Replicate() for p in query_placements)
 
 
@@ -79,20 +78,20 @@ def _shape_refusals(call: VarlenCall) -> list[str]:
         return reasons
     query, key, value = (tuple(map(int, x.shape)) for x in call.tensors.values())
     if key != value:
-        reasons.append(f"key and value must have one shape, got {list(key)} and {list(value)}")
+        reasons.append(f"key and value must have the same shape, got {list(key)} and {list(value)}")
     if query[2] != key[2]:
         reasons.append(f"head dims differ: query {query[2]}, key {key[2]}")
     if not key[1] or query[1] % key[1]:
-        reasons.append(f"query's {query[1]} heads are no multiple of key's {key[1]}")
+        reasons.append(f"query's {query[1]} heads are not a multiple of key's {key[1]}")
     dtype = call.query.dtype
     if not dtype.is_floating_point:
         reasons.append(f"query is {dtype}; cast to a floating dtype")
     if call.query.device_mesh.device_type == "cuda":
         if dtype not in _CUDA_DTYPES:
-            reasons.append(f"query is {dtype}; torch's kernel takes float16 and bfloat16")
+            reasons.append(f"query is {dtype}; torch's kernel supports float16 and bfloat16")
         if query[2] % 8 or query[2] > _MOST_HEAD_DIM:
             reasons.append(
-                f"the head dim is {query[2]}; torch's kernel takes multiples of 8 up to "
+                f"the head dim is {query[2]}; torch's kernel supports multiples of 8 up to "
                 f"{_MOST_HEAD_DIM}"
             )
     return reasons
@@ -102,7 +101,7 @@ def _starts_refusals(call: VarlenCall) -> list[str]:
     reasons = []
     for name, x in call.starts.items():
         if x is None:
-            reasons.append(f"{name} is None; give the cumulative lengths of all documents")
+            reasons.append(f"{name} is None; pass the cumulative lengths of all documents")
             continue
         if x.dtype is not torch.int32 or x.ndim != 1 or not x.numel():
             reasons.append(
@@ -110,7 +109,8 @@ def _starts_refusals(call: VarlenCall) -> list[str]:
             )
         if isinstance(x, DTensor) and not all(type(p) is Replicate for p in x.placements):
             reasons.append(
-                f"{name} is placed {x.placements}; give it whole, replicated or as a plain tensor"
+                f"{name} has placements {x.placements}; pass it whole, as a replicated DTensor or "
+                "a plain tensor"
             )
     if call.window_size is not None and len(call.window_size) != 2:
         reasons.append(f"window_size must be (left, right), got {call.window_size}")
@@ -124,16 +124,16 @@ def _placement_refusals(call: VarlenCall) -> list[str]:
         where = label(query, dim)
         if type(wanted) not in (Shard, Replicate) or getattr(wanted, "dim", 0) > 1:
             reasons.append(
-                f"query is {wanted} on {where}; supported are Shard(0), the packed sequence, "
-                "Shard(1), heads, and Replicate()"
+                f"query is {wanted} on {where}; supported are Shard(0) (the packed sequence), "
+                "Shard(1) (heads) and Replicate()"
             )
             continue
         for name in ("key", "value"):
             placement = getattr(call, name).placements[dim]
             if placement != wanted and type(placement) not in (Replicate, Partial):
                 reasons.append(
-                    f"{name} is {placement} on {where} where query is {wanted}; redistribute it to "
-                    f"{wanted} or Replicate()"
+                    f"{name} is {placement} on {where}, where query is {wanted}; redistribute it "
+                    f"to {wanted} or Replicate()"
                 )
     if call.query.shape[1] != call.key.shape[1]:
         ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
@@ -150,14 +150,14 @@ def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) 
         return reasons
     if layout.rows > 1:
         return [
-            f"the layout has {layout.rows} batch rows of their own, a packed sequence is one; make "
-            "the layout of the packed sequence"
+            f"the layout is for {layout.rows} batch rows, each with its own order, but a packed "
+            "sequence is a single row; make the layout for the packed sequence"
         ]
     reasons = length_refusals(layout, {name: x.shape[0] for name, x in call.tensors.items()})
-    # They would be cut in true order beside shards in the layout's.
+    # They would be cut in natural order, beside shards in the layout's order.
     reasons += [
-        f"{name} is placed {x.placements} beside shards that lie in the layout, {named(layout)}; "
-        f"shard it like the query, in the layout's order, or {IF_NATURAL}"
+        f"{name} has placements {x.placements} but the other shards are in the layout, "
+        f"{named(layout)}; shard it like the query, in the layout's order, or {IF_NATURAL}"
         for name, x in call.tensors.items()
         if any(x.placements[dim] != call.query.placements[dim] for dim in ring)
     ]

@@ -1,8 +1,8 @@
-"""``varlen_attn`` on DTensors: from the call to the op, and the op's rules for DTensors.
+"""``varlen_attn`` on DTensors: runs the op for a call, and defines the op's rules for DTensors.
 
-The rules unwrap, so that the op runs on this rank's shards, and wrap what comes out. They stand
-below autograd, in traces too. Key and value that are whole where the query is sharded are cut,
-sums are summed; their gradients come sharded like the query, and are right as such.
+The rules unwrap DTensors, run the op on this rank's shards, and wrap the results. They run below
+autograd, in traces too. If key and value are replicated where the query is sharded, they are cut;
+if they are ``Partial()``, they are reduced. Their gradients are then sharded like the query.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _copies = Kept()
 
 
 def attend(options: Options, call: VarlenCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``(T, H, D)`` and logsumexp ``(H, T)`` as DTensors placed like the query, and the
-    random state that torch's op returns, which nobody reads.
+    """Output ``(T, H, D)`` and logsumexp ``(H, T)`` as DTensors placed like the query, and a
+    placeholder for the random state that torch's op returns.
 
     Raises:
-        ContextParallelError: the call is not supported, or in the debug mode the ranks' calls
+        ContextParallelError: if the call is not supported or, in debug mode, if the ranks' calls
             differ; nothing was computed.
     """
     if debug_is_on():
@@ -50,7 +50,7 @@ def attend(options: Options, call: VarlenCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
-    """What the op takes after query, key and value."""
+    """The arguments of the op after query, key and value."""
     mesh = call.query.device_mesh
     coordinate = mesh.get_coordinate() or (0,) * mesh.ndim
     rank = rank_at([coordinate[dim] for dim in plan.mesh_dims], plan.ring_shape)
@@ -68,7 +68,7 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
 
 
 def _check_agreement(options: Options, call: VarlenCall) -> None:
-    """Every rank works out from the documents what the others send, so they are compared too."""
+    """Compares the documents too, because every rank derives from them what the others send."""
     found = [
         hashlib.sha256(str(x.tolist()).encode()).hexdigest()[:16]
         for x in local_starts(*call.starts.values())
@@ -86,8 +86,8 @@ def local_starts(*starts: Tensor) -> list[Tensor]:
 
 
 def _copy(starts: DTensor) -> Tensor:
-    """What a DTensor holds now, in a tensor of its own: who writes to a DTensor counts a version of
-    it and none of the tensor inside, by which documents are kept."""
+    """A copy of a DTensor's current contents. Writes to a DTensor increase its own version but not
+    that of the tensor inside, by which documents are cached."""
     inside = local_tensor(starts)
     if is_tracing():  # the graph, which sees no versions, makes one at each run
         return STARTS(inside)
@@ -159,7 +159,7 @@ def _wrap(local: Tensor, like: DTensor, shape, transposed: bool = False) -> DTen
 
 
 def _outside(like: DTensor, shape, transposed: bool = False) -> DTensor:
-    """A result on a rank outside of the mesh."""
+    """The result on a rank outside the mesh."""
     return _wrap(local_tensor(like).new_empty(0), like, shape, transposed)
 
 

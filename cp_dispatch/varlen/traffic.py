@@ -1,9 +1,9 @@
-"""Which keys move between which ranks, and where they lie on the rank that takes them.
+"""Computes which keys move between which ranks, and where the receiving rank puts them.
 
-Every rank works all of it out from the same documents, so nobody asks anybody. Only keys that some
-row of a rank attends are moved: documents that ranks do not share move nothing. On their taker they
-lie *compact*: those of rank 0, of rank 1, and so on, each in the order of their owner's shard, and
-this rank's own where its turn is. In natural order that is their true order.
+Every rank computes all of it from the same documents, without communication. Only keys that some
+row of a rank attends are moved; documents within one rank move nothing. The receiving rank stores
+its keys *compactly*: those of rank 0, of rank 1, and so on, including its own in turn, each in the
+order of the owner's shard. In natural order this is their original order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import append
 from cp_dispatch.varlen.documents import Documents, Piece, Window, pieces_of, union
 
-#: Rows of keys that a kernel may be given for each different one of them.
+#: The largest number of copies per key, on average, that a kernel may need.
 _MOST_COPIES = 4
 
 
@@ -69,8 +69,8 @@ def traffic_of(
     """The moves of ``rank``.
 
     Raises:
-        ContextParallelError: on every rank, where a layout cuts documents into so many runs that
-            some rank would hold every key many times.
+        ContextParallelError: on every rank, if a layout cuts documents into so many runs that some
+            rank would hold every key many times.
     """
     ranks = range(keys.world_size)
     pieces = [tuple(pieces_of(documents, window, queries.spans(r))) for r in ranks]
@@ -99,14 +99,14 @@ def traffic_of(
 
 
 def _are_shared(pieces: Sequence[Piece], needed: Sequence[Span]) -> bool:
-    """Whether pieces have keys in common; not too many, or it raises."""
+    """Whether pieces have keys in common. Raises if they have too many."""
     held = sum(piece.keys for piece in pieces)
     if held > _MOST_COPIES * _length(needed):
         raise ContextParallelError(
-            f"varlen_attn: in this layout a rank's rows are {len(pieces)} runs of documents, which "
-            f"attend {_length(needed)} keys {held} times, and the kernel takes keys for each run; "
-            "use PerDocumentHeadTail with the lengths of these documents, HeadTail, or natural "
-            "order, enabled(layout=None)"
+            f"varlen_attn: in this layout a rank's rows are {len(pieces)} runs of documents that "
+            f"attend {_length(needed)} keys, and the kernel needs a copy of the keys for each run, "
+            f"{held} in total; use PerDocumentHeadTail with the lengths of these documents, "
+            "HeadTail, or natural order, enabled(layout=None)"
         )
     return held > _length(needed)
 

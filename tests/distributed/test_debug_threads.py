@@ -45,7 +45,7 @@ def refused(mesh, words: str, by: int = 0):
 
 @pytest.mark.parametrize("words, wrong", [
     ("this rank's rows and this rank's keys", lambda q, k, v: ((q, k, v, ONES[:8, :8]), {})),
-    ("key and value must agree", lambda q, k, v: ((q, k, v[:, :, :4]), {})),
+    ("key and value must have the same", lambda q, k, v: ((q, k, v[:, :, :4]), {})),
     ("enable_gqa is False", lambda q, k, v: ((torch.cat([q, q], 1), k, v), {})),
     ("both given", lambda q, k, v: ((q, k, v, ONES), {"is_causal": True})),
     ("must have shape", lambda q, k, v: ((q, k[0], v[0]), {})),
@@ -166,7 +166,7 @@ def test_varlen_attn_on_one_rank():
     def body(mesh):
         own = torch.randn(1, 2, 8, 8)
         packed, ends = own[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
-        with context_parallel(mesh, balancer=None), refused(mesh, "varlen_attn of plain tensors"):
+        with context_parallel(mesh, balancer=None), refused(mesh, "varlen_attn on plain tensors"):
             if mesh.get_local_rank() == 0:
                 varlen_attn(packed, packed, packed, ends, ends, 8, 8)
             else:

@@ -148,7 +148,7 @@ def test_refusals_are_those_of_the_call(ran):
         own = [x[:, :, :8] for x in sequences(16)]
         for reason, tensors, options, balancer in (
             ("attn_mask has 5 rows", own, {"attn_mask": MASK[:5, :16]}, None),
-            ("no telling in which order", own, {"is_causal": True}, "auto"),
+            ("order of the shards is unknown", own, {"is_causal": True}, "auto"),
             ("enable_gqa is False", [torch.cat([own[0]] * 2, 1), *own[1:]], {}, None),
         ):
             with context_parallel(mesh, balancer=balancer):

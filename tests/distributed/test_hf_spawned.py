@@ -205,7 +205,7 @@ def compiled(env: Env) -> None:
     inside = in_block(env, "auto")
     got = inside(functools.partial(in_graph, attention_mask=masks), tokens.clone(), labels.clone())
     assert abs(all_summed(env)(got.detach()).item() - want) <= 1e-4 * want
-    with pytest.raises(Exception, match="this rank's keys alone"):
+    with pytest.raises(Exception, match="rows and this rank's keys"):
         inside(in_graph, tokens.clone(), labels.clone())
     torch._dynamo.reset()  # else the length is dynamic, which plain masks beside DTensors are not
     sharded = torch.compile(distribute_module(model, mesh), backend="aot_eager")
@@ -239,7 +239,7 @@ def refused_on_every_rank(env: Env) -> None:
         for _ in range(2):
             inside(functools.partial(model, **cache), tokens.clone(), labels.clone())
     whole = [x.chunk(env.world_size, 1)[env.rank] for x in (tokens, labels)]
-    with pytest.raises(cp_dispatch.ContextParallelError, match="in which order"):
+    with pytest.raises(cp_dispatch.ContextParallelError, match="order of the shards is"):
         with cp_dispatch.context_parallel(env.mesh()):
             model(whole[0])
     plain = model(tokens).logits  # outside of a block nothing is left over
@@ -291,8 +291,8 @@ def positions_not_given(env: Env) -> None:
             with pytest.raises(cp_dispatch.ContextParallelError) as raised:
                 model(buffers[0], **named)
         text = str(raised.value)
-        assert f"count on from 0 on ranks {wrong}, which hold other positions" in text, text
-        assert "pass position_ids of the whole sequence, as one more of the buffers" in text
+        assert f"count from 0 on ranks {wrong}, which hold other positions" in text, text
+        assert "pass position_ids of the whole sequence, also as one of the buffers" in text
 
 
 def frequencies_by_length(env: Env) -> None:
@@ -307,7 +307,9 @@ def frequencies_by_length(env: Env) -> None:
             continue
         for balancer in None, HEAD_TAIL:
             inside = in_block(env, balancer, torch.ones_like(tokens))
-            with pytest.raises(cp_dispatch.ContextParallelError, match="other frequencies beyond"):
+            with pytest.raises(
+                cp_dispatch.ContextParallelError, match="different frequencies beyond"
+            ):
                 inside(model, *(tokens.to(env.device, copy=True) for _ in range(2)))
 
 
@@ -323,7 +325,7 @@ def whole_mask_beside_a_cache(env: Env) -> None:
         env.mesh(), buffers=[tokens, positions], buffer_seq_dims=[1, 1], balancer=HEAD_TAIL
     ):
         got = model(tokens, position_ids=positions, attention_mask=seen, use_cache=True).logits
-        with pytest.raises(cp_dispatch.ContextParallelError, match="the whole one, on every rank"):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="the whole mask on every rank"):
             model(tokens, position_ids=positions, attention_mask=seen[:, 1:], use_cache=True)
     layout = cp_dispatch.HeadTail(LENGTH, env.world_size)
     (got,) = cp_dispatch.unshard(env.mesh(), [got], [1], layout)
@@ -331,7 +333,7 @@ def whole_mask_beside_a_cache(env: Env) -> None:
 
 
 def shards_of_a_row(env: Env) -> None:
-    """Transformers takes one row for decoding, which is not causal: wrong where all ranks have one,
+    """Transformers takes one row as decoding, which is not causal: wrong where all ranks have one,
     a mismatch where one has. Without rows its layers raise, and the other ranks would wait."""
     model = build("Qwen2", env.device)
     for length in (env.world_size, 2 * env.world_size - 1, 1):
@@ -340,7 +342,7 @@ def shards_of_a_row(env: Env) -> None:
         with cp_dispatch.context_parallel(
             env.mesh(), buffers=buffers, buffer_seq_dims=[1, 1, 1], balancer=None
         ):
-            with pytest.raises(cp_dispatch.ContextParallelError, match="one row for decoding"):
+            with pytest.raises(cp_dispatch.ContextParallelError, match="one row as decoding"):
                 model(buffers[0], position_ids=buffers[1], attention_mask=buffers[2])
 
 
@@ -393,7 +395,7 @@ def positions_of_its_own(env: Env) -> None:
     tokens = batches(1)[0][0]
     every = list(range(env.world_size))
     for kind, words in (
-        ("BERT", f"count on from 0 on ranks {every[1:]}, which hold other positions"),
+        ("BERT", f"count from 0 on ranks {every[1:]}, which hold other positions"),
         ("BART", "this model takes no position_ids"),
     ):
         model = small(kind).to(env.device)
@@ -453,7 +455,7 @@ def attention_that_is_not_seen(env: Env) -> None:
     tokens = batches(1)[0][0].to(env.device)
     for kind, instead in (
         ("eager", "use attn_implementation='sdpa'"),
-        ("flex_attention", "pass as attention_mask the BlockMask of the whole sequence"),
+        ("flex_attention", "make the BlockMask of the whole sequence"),
     ):
         model.set_attn_implementation(kind)
         words = f"attn_implementation='{kind}' is refused .*{instead}"

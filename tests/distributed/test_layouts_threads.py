@@ -230,7 +230,7 @@ def test_whole_key_beside_a_value_that_one_of_two_mesh_dims_shards():
             distribute(key, mesh, [Replicate()] * 2),
             sums,
         ]
-        with pytest.raises(cp_dispatch.ContextParallelError, match="beside shards that lie"):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="but the other shards are"):
             torch.nn.functional.scaled_dot_product_attention(*inputs)
 
     with cp_dispatch.enabled(layout=HeadTail(48, 4)):
@@ -257,23 +257,23 @@ def test_refusals():
         refused(HeadTail(64, 2), sharded, "query of length 48 is sharded")
         refused(PerDocumentHeadTail([[48], [8, 40], [40, 8]], 2), sharded, "the batch has 2 rows")
         fits = HeadTail(48, 2)
-        refused(fits, [sharded[0], *whole[1:]], "no telling", is_causal=True)
-        refused(fits, [whole[0], *sharded[1:]], "no telling", is_causal=True)
-        refused(fits, whole, "no telling", is_causal=True)
+        refused(fits, [sharded[0], *whole[1:]], "ambiguous", is_causal=True)
+        refused(fits, [whole[0], *sharded[1:]], "ambiguous", is_causal=True)
+        refused(fits, whole, "ambiguous", is_causal=True)
         mask = distribute(torch.ones(48, 48, dtype=torch.bool), mesh, [Shard(1)])
-        refused(fits, [sharded[0], *whole[1:]], "sharded on its keys", attn_mask=mask)
+        refused(fits, [sharded[0], *whole[1:]], "sharded along its keys", attn_mask=mask)
         for odd in ([Replicate()], [Partial()]):  # it would be cut in true order
             for mixed in ((1, 2), (2, 1)):
                 inputs = [sharded[0], None, None]
                 inputs[mixed[0]] = sharded[mixed[0]]
                 inputs[mixed[1]] = DTensor.from_local(value, mesh, odd, run_check=False)
-                refused(fits, inputs, "beside shards that lie in the layout")
-                refused(fits, inputs, "beside shards that lie in the layout", is_causal=True)
+                refused(fits, inputs, "but the other shards are in the layout")
+                refused(fits, inputs, "but the other shards are in the layout", is_causal=True)
         sums = [DTensor.from_local(x, mesh, [Partial()], run_check=False) for x in (key, value)]
-        refused(fits, [sharded[0], *sums], "beside shards that lie in the layout", dropout_p=0.5)
+        refused(fits, [sharded[0], *sums], "but the other shards are in the layout", dropout_p=0.5)
         rows = distribute(torch.ones(1, 1, 48, 48, dtype=torch.bool), mesh, [Shard(2)])
         own = PerDocumentHeadTail([[8, 40], [40, 8]], 2)
-        refused(own, sharded, "a row of the batch of its own", attn_mask=rows)
+        refused(own, sharded, "each batch row has its own order", attn_mask=rows)
         with cp_dispatch.enabled(layout=fits):  # where the order does not matter
             torch.nn.functional.scaled_dot_product_attention(sharded[0], *whole[1:])
             torch.nn.functional.scaled_dot_product_attention(*whole)

@@ -83,7 +83,7 @@ def test_mqa_replicates_its_key_over_tensor_ranks():
     """Eight query heads on two ranks, the one key head on both."""
     problem = Problem(heads=8, key_heads=2, length=64, causal=True)
     mesh_matches(problem, (2, 2), placed("cp tp"))
-    with pytest.raises(AssertionError, match="do not divide over the 2 ranks"):
+    with pytest.raises(AssertionError, match="are not a multiple of the 2 ranks"):
         mesh_matches(
             Problem(heads=8, key_heads=1, length=64), (2, 2), placed("tp cp"),
             key_placements=placed("rep cp"),

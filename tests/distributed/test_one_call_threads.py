@@ -214,7 +214,7 @@ def test_what_cannot_be_one_call_is_a_ring(monkeypatch):
     mask = torch.ones(1, 1, 1, 64, dtype=torch.bool)
     refused("a mask or dropout", attn_mask=mask, causal=False)
     refused("a mask or dropout", "math", dropout_p=0.5)
-    refused("layouts of their own", length=96, batch=2, layout=balancers(96, 4, 2)[
+    refused("has its own layout", length=96, batch=2, layout=balancers(96, 4, 2)[
         "documents of each row"
     ])  # fmt: skip
     with monkeypatch.context() as patch:

@@ -48,12 +48,12 @@ ONES = torch.ones(16, 16, dtype=torch.bool)
     ("need both in one layout", lambda q, k, v: ((q, k[:, :, :4], v[:, :, :4]),
                                                  {"is_causal": True})),
     ("need both in one layout", lambda q, k, v: ((q, k[:, :, :4], v[:, :, :4], ONES[:, :8]), {})),
-    ("1 of rows where each rank holds 1", lambda q, k, v: ((q[:, :, :1], k, v, ONES[:1]), {})),
+    ("size 1 along its rows", lambda q, k, v: ((q[:, :, :1], k, v, ONES[:1]), {})),
     ("enable_gqa is False", lambda q, k, v: ((torch.cat([q, q], 1), k, v), {})),
     ("must have shape", lambda q, k, v: ((q, k[0], v[0]), {})),
     ("cast to one dtype", lambda q, k, v: ((q, k.double(), v), {})),
-    ("key and value must agree", lambda q, k, v: ((q, k, v[:, :, :4]), {})),
-    ("the mesh on cpu", lambda q, k, v: ((q.to("meta"), k.to("meta"), v.to("meta")), {})),
+    ("key and value must have the same", lambda q, k, v: ((q, k, v[:, :, :4]), {})),
+    ("the mesh is on cpu", lambda q, k, v: ((q.to("meta"), k.to("meta"), v.to("meta")), {})),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 def test_calls(words, make):
     def body(mesh):
@@ -91,9 +91,9 @@ def test_forms_are_refused():
 def test_the_whole_sequence_given_for_a_shard_is_told_from_other_lengths():
     whole, attend = sequences(8)[0], F.scaled_dot_product_attention
     with fake_ranks(2) as mesh, context_parallel(mesh, balancer=HeadTail(8, 2)):
-        with pytest.raises(ContextParallelError, match="make 16 positions .* not the whole seq"):
+        with pytest.raises(ContextParallelError, match="are 16 positions .* not the whole seq"):
             attend(whole, whole, whole, is_causal=True)
-        with pytest.raises(ContextParallelError, match="make 12 positions .* balancer=None.\n"):
+        with pytest.raises(ContextParallelError, match="are 12 positions .* balancer=None.\n"):
             attend(*[whole[:, :, :6]] * 3, is_causal=True)
 
 
@@ -141,14 +141,14 @@ def test_arguments():
             assert type(pickle.loads(pickle.dumps(error.value))) is type(error.value)
             assert torch.equal(x, before) and not cp_dispatch.toggle._contexts.in_use
 
-        refused("1 tensors, buffer_seq_dims 0", ValueError, buffers=[x])
+        refused("1 tensors, but buffer_seq_dims holds 0", ValueError, buffers=[x])
         refused("buffers must be a list", ValueError, buffers=x, buffer_seq_dims=[0])
         refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
         refused("no dim True", ValueError, buffers=[x], buffer_seq_dims=[True])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
-        refused("name each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
+        refused("pass each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
         needs = nn.Parameter(torch.zeros(16))
         refused("needs a gradient", buffers=[needs], buffer_seq_dims=[0])
         refused("balancer must be", balancer="zigzag")
@@ -366,7 +366,7 @@ def test_a_module_is_in_the_style_once(kind):
             ContextParallel(2, kind, balancer="head-tail"),
             ContextParallel(1, "flex" if kind == "sdpa" else "sdpa", balancer="head-tail"),
         ):
-            with pytest.raises(ContextParallelError, match="apply it once"):
+            with pytest.raises(ContextParallelError, match="apply the style once"):
                 parallelize_module(module, mesh, other)
 
     on_mesh(2, body)

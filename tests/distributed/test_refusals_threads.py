@@ -74,7 +74,7 @@ CALLS = {
                 )
             },
         ),
-        "attn_mask is placed",
+        "attn_mask has placements",
     ),
     "dropout below 0": (lambda m: (three(m), {"dropout_p": -0.1}), "dropout_p must be in"),
     "dropout above 1": (lambda m: (three(m), {"dropout_p": 1.5}), "dropout_p must be in"),
@@ -90,10 +90,10 @@ CALLS = {
         lambda m: (three(m, placements=[Shard(2)], strided=True), {}),
         "query is _?S",
     ),
-    "plain key": (lambda m: ([make(m), normal(), make(m)], {}), "key is a Tensor beside DTensors"),
+    "plain key": (lambda m: ([make(m), normal(), make(m)], {}), "key is a Tensor but other"),
     "plain query": (
         lambda m: ([normal(), make(m), make(m)], {}),
-        "query is a Tensor beside DTensors",
+        "query is a Tensor but other",
     ),
     "complex": (lambda m: (three(m, dtype=torch.complex64), {}), "cast to a real floating dtype"),
     "integer": (lambda m: (three(m, dtype=torch.int64), {}), "cast to a real floating dtype"),
@@ -120,7 +120,7 @@ CALLS = {
     ),
     "heads no multiple": (
         lambda m: ([make(m), *(make(m, (B, 3, S, D)) for _ in range(2))], {"enable_gqa": True}),
-        "no multiple",
+        "not a multiple",
     ),
     "head dims": (
         lambda m: ([make(m), make(m, (B, H, S, 8)), make(m)], {}),
@@ -128,7 +128,7 @@ CALLS = {
     ),
     "key and value lengths": (
         lambda m: ([make(m), make(m, (B, H, 16, D)), make(m)], {}),
-        "key and value must agree in heads and length",
+        "key and value must have the same number of heads",
     ),
     "batch sizes": (
         lambda m: ([make(m), *(make(m, (1, H, S, D)) for _ in range(2))], {}),
@@ -168,7 +168,7 @@ CALLS_2D = {
             ],
             {"enable_gqa": True},
         ),
-        "do not divide over the 2 ranks",
+        "are not a multiple of the 2 ranks",
     ),
 }
 
@@ -234,7 +234,7 @@ def test_all_reasons_are_named(monkeypatch):
     for words in (
         "attn_mask and is_causal",
         "dropout_p must be",
-        "key and value must agree",
+        "key and value must have the same",
         "given:",
     ):
         assert words in text
@@ -243,7 +243,7 @@ def test_all_reasons_are_named(monkeypatch):
 def test_no_backend_that_is_on_fits(monkeypatch):
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         text = refused(monkeypatch, lambda m: (three(m), {}), (2,))
-    assert "no backend that is switched on" in text
+    assert "no enabled backend" in text
 
 
 def test_two_meshes(monkeypatch):

@@ -403,7 +403,7 @@ CASES = {
     "no block, compiled": functools.partial(
         titan, checkpoint="none", compiler="aot_eager", block=False
     ),
-    "recomputed outside of the block": recomputed_outside,
+    "recomputed outside the context_parallel block": recomputed_outside,
     "style follows its surroundings": style_follows_its_surroundings,
     "style where dynamo loses it": style_where_dynamo_loses_it,
     "style with flex_attention beside": style_with_flex_beside,
@@ -415,7 +415,7 @@ CASES = {
 ON_2_ALONE = {"style where dynamo loses it", "style with flex_attention beside"}
 ON_2 = {
     "checkpoint full, eager", "checkpoint selective, aot_eager", "style follows its surroundings",
-    "recomputed outside of the block", *ON_2_ALONE,
+    "recomputed outside the context_parallel block", *ON_2_ALONE,
 }  # fmt: skip
 
 

@@ -436,7 +436,11 @@ def plain_by_inductor(env: Env) -> None:
     block = cp_dispatch.context_parallel(
         env.mesh(), buffers=[*uneven, mask], buffer_seq_dims=[2] * 4, balancer="head-tail"
     )
-    with torch.no_grad(), block, pytest.raises(Exception, match="that the ranks divide"):
+    with (
+        torch.no_grad(),
+        block,
+        pytest.raises(Exception, match="a multiple of the number of ranks"),
+    ):
         attend(*uneven, block_mask=mask)
 
 
@@ -620,13 +624,13 @@ def style_refuses(env: Env) -> None:
 
     with torch.no_grad():
         blocks, own = styled(mesh, [None]), x[:, :, : 32 - env.rank]
-        with pytest.raises(Exception, match="do not tell each other"):
+        with pytest.raises(Exception, match="cannot exchange their lengths"):
             compiled(blocks)(own, uneven)
         torch.testing.assert_close(
             compiled(blocks, full=False)(own, uneven), through(blocks, own, uneven)
         )
         both = styled(mesh, [None, layout])
-        with pytest.raises(Exception, match="under other options: .*, layout=None, .*HeadTail"):
+        with pytest.raises(Exception, match="under different options: .*, layout=None, .*HeadTail"):
             compiled(both)(x, mask)
         with cp_dispatch.enabled(), pytest.raises(Exception, match="plain shards and .* DTensors"):
             compiled(blocks, function=and_more)(x, mask)
@@ -635,19 +639,22 @@ def style_refuses(env: Env) -> None:
         fails = parallelize_module(
             Fails(), mesh, ContextParallel(attention_type="flex", balancer=None)
         )
-        with cp_dispatch.enabled(layout=layout), pytest.raises(Exception, match="no telling where"):
+        with (
+            cp_dispatch.enabled(layout=layout),
+            pytest.raises(Exception, match="cannot tell where"),
+        ):
             compiled([Styled(fails)], function=caught)(x, mask)
         with cp_dispatch.context_parallel(mesh):
-            with pytest.raises(Exception, match="no telling in which order"):
+            with pytest.raises(Exception, match="order of the shards is unknown"):
                 compiled(styled(mesh, ["auto"]))(x, mask)
             with pytest.raises(Exception, match="the block would take the graph's own call"):
                 compiled(blocks)(x, mask)
-        with pytest.raises(cp_dispatch.ContextParallelError, match="runs it as it is"):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="runs the graph as is"):
             compiled(blocks, backend="eager")(x, mask)
         silent = parallelize_module(
             Silent(), mesh, ContextParallel(attention_type="flex", balancer=None)
         )
-        with pytest.raises(Exception, match="no call of flex_attention was seen"):
+        with pytest.raises(Exception, match="did not call flex_attention"):
             compiled([Styled(silent)])(x, mask)
         with pytest.raises(cp_dispatch.ContextParallelError, match="cannot be exported"):
             torch.export.export(silent, (x, x, x), strict=False)

@@ -168,7 +168,7 @@ def test_tokens(rooms):
             lambda: OPS.flex_collect(unknown, *own, *arguments, 2),
             lambda: OPS.flex_give(unknown, *own, *own, *arguments, 2, 1),
         ):
-            with pytest.raises(ContextParallelError, match="are not there"):
+            with pytest.raises(ContextParallelError, match="have not been kept"):
                 call()
 
     run_threads(2, body)

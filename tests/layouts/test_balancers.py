@@ -170,8 +170,8 @@ def test_explain():
     assert HeadTail(10, 4).explain().splitlines() == [
         "HeadTail: 10 positions on 4 ranks, rows per rank 3 x 3 + 1 x 1",
         "imbalance 1.3818 (natural order 1.7455), work per rank 7 to 19",
-        "10 positions are not a multiple of 2 x 4 ranks: odd shares take one row more from the "
-        "front, nothing is padded",
+        "10 positions are not a multiple of 2 x 4 ranks: odd shares take one more row from the "
+        "front; nothing is padded",
     ]
     assert len(HeadTail(16, 4).explain().splitlines()) == 2
     assert PerDocumentHeadTail([3] * 9, 2).explain().endswith("... and 4 more")
@@ -329,11 +329,11 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
             r"doc_lengths\[1\] must be .* got -1",
         ),
         (lambda: PerDocumentHeadTail([[3], [2, 0]], 2), r"doc_lengths\[1\]\[1\] .* got 0"),
-        (lambda: PerDocumentHeadTail([0, 3, 5], 2), r"got \[0, 3, 5\]; of cumulative .*diff"),
+        (lambda: PerDocumentHeadTail([0, 3, 5], 2), r"got \[0, 3, 5\]; if these are cumul.*diff"),
         (lambda: PerDocumentHeadTail(8, 2), "must be a sequence of ints, got 8"),
         (lambda: PerDocumentHeadTail([], 2), "at least one document"),
         (lambda: PerDocumentHeadTail([3, [2]], 2), "must be ints, or one sequence"),
-        (lambda: PerDocumentHeadTail([[3, 4], [8]], 2), r"one length, got totals \[7, 8\]"),
+        (lambda: PerDocumentHeadTail([[3, 4], [8]], 2), r"the same length, got totals \[7, 8\]"),
         (lambda: BlockBalanced([1, 2, 3], 2, 16), "3 blocks of 16 .* 2 x 16 = 32 .* block_size"),
         (lambda: BlockBalanced(1024, 2), "one number per block, got 1024"),
         (lambda: BlockBalanced([], 2), r"got rows of \[0\]"),
@@ -364,11 +364,11 @@ def test_refuses_block_masks_that_do_not_fit():
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 500, 500, device="cpu")
     with pytest.raises(ContextParallelError, match="500 query positions .* block size 128"):
         BlockBalanced(mask, 2)
-    with pytest.raises(ContextParallelError, match="block_size=64 is not that .* 128"):
+    with pytest.raises(ContextParallelError, match="block_size=64 differs from .* 128"):
         BlockBalanced(mask, 2, 64)
     with fake_ranks(2) as mesh:
         own = create_cp_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, mesh)
-    with pytest.raises(ContextParallelError, match="has 2 rows of blocks, .* make 4; give that"):
+    with pytest.raises(ContextParallelError, match="has 2 rows of blocks, .* make 4; pass that"):
         BlockBalanced(own, 2)
 
 

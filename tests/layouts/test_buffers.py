@@ -219,8 +219,8 @@ def test_parameters_and_grad_modes():
         (torch.ones(2, 8), 2, None, r"has shape \[2, 8\], which has no dim 2"),
         (torch.tensor(1.0), 0, None, r"has shape \[\], which has no dim 0"),
         (torch.ones(8), True, None, "must be an int, got True"),
-        ([torch.ones(8)], [0, 1], None, "holds 1 tensors, seq_dims 2 ints"),
-        ({"a": torch.ones(8)}, {"b": 0}, None, r"has the keys \['a'\], seq_dims has \['b'\]"),
+        ([torch.ones(8)], [0, 1], None, "holds 1 tensors, but seq_dims holds 2 ints"),
+        ({"a": torch.ones(8)}, {"b": 0}, None, r"has the keys \['a'\], but seq_dims has \['b'\]"),
         ({"a": torch.ones(8)}, [0], None, "must be an int or a dict of ints"),
         ({"a": [3]}, 0, None, r"buffers\['a'\]\[0\] must be a tensor, or a list, .* got int"),
         (torch.ones(3, 24), 1, PerDocumentHeadTail(ROWS, 2), r"has 2 layouts, .* shape \[3, 24\]"),
@@ -241,7 +241,7 @@ def test_refuses_other_kinds():
         with pytest.raises(ContextParallelError, match="does not come from shard"):
             cp_dispatch.unshard(mesh, {"mask": mask}, 0)
         own = cp_dispatch.shard(mesh, {"mask": mask}, 0)["mask"]
-        with pytest.raises(ContextParallelError, match="is it a rank's own already"):
+        with pytest.raises(ContextParallelError, match="already hold one rank's rows"):
             cp_dispatch.shard(mesh, own, 0)
         with pytest.raises(ContextParallelError, match="must be a DeviceMesh, got NoneType"):
             cp_dispatch.shard(None, torch.ones(8), 0)

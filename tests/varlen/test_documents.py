@@ -185,14 +185,14 @@ def test_explain():
         (6, 0, 12, 0),
     )
     assert plan.bytes_sent(2) == 12 * 2 * 2 * 8 * 4
-    assert "rank 2 sends 12 rows of keys" in str(plan) and "schedule ring" in str(plan)
+    assert "rank 2 sends 12 rows of keys" in str(plan) and "schedule='ring' does" in str(plan)
     assert "  in the layout of BlockBalanced: 48 positions on 4 ranks" in laid_out
     assert blocks.text not in laid_out, "the work of every block"
     assert wrong.handler == refused.handler == "refused"
     assert (local.schedule, local.reasons) == ("local", ("the sequence is not sharded",))
-    assert auto.schedule == "exchange" and "has no choice" not in str(auto)
+    assert auto.schedule == "exchange" and "does not apply" not in str(auto)
     assert (plain.handler, plain.reasons) == ("stock", ("no argument is a DTensor",))
-    assert cut.handler == "refused" and "takes keys for each run" in str(cut)
+    assert cut.handler == "refused" and "a copy of the keys for each run" in str(cut)
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
 
 
@@ -221,16 +221,16 @@ def test_explain_refuses_shapes_and_arguments():
     cu_seq = torch.tensor([0, 20, 48], dtype=torch.int32)
     shape, float16 = (48, 4, 8), torch.float16
     cases = [
-        ("must have one shape, got [48, 4, 8] and [48, 4, 4]", (shape, shape, (48, 4, 4)), {}),
+        ("must have the same shape, got [48, 4, 8] and [48, 4, 4]", (shape, shape, (48, 4, 4)), {}),
         ("head dims differ: query 8, key 4", (shape, *[(48, 4, 4)] * 2), {}),
-        ("query's 4 heads are no multiple of key's 3", (shape, *[(48, 3, 8)] * 2), {}),
-        ("query's 4 heads are no multiple of key's 0", (shape, *[(48, 0, 8)] * 2), {}),
+        ("query's 4 heads are not a multiple of key's 3", (shape, *[(48, 3, 8)] * 2), {}),
+        ("query's 4 heads are not a multiple of key's 0", (shape, *[(48, 0, 8)] * 2), {}),
         ("query is torch.int64; cast to a floating dtype", [shape] * 3, {"dtype": torch.int64}),
-        ("cu_seq_k is None; give the cumulative lengths", [shape] * 3, {"cu_seq_k": None}),
+        ("cu_seq_k is None; pass the cumulative lengths", [shape] * 3, {"cu_seq_k": None}),
         ("must be int32 of shape", [shape] * 3, {"cu_seq_k": cu_seq[:0]}),
         ("must be int32 of shape", [shape] * 3, {"cu_seq_k": cu_seq[None]}),
         ("must be (left, right), got (1, 2, 3)", [shape] * 3, {"window_size": (1, 2, 3)}),
-        ("takes float16 and bfloat16", [shape] * 3, {"device": "cuda"}),
+        ("supports float16 and bfloat16", [shape] * 3, {"device": "cuda"}),
         ("the head dim is 12", [(48, 4, 12)] * 3, {"device": "cuda", "dtype": float16}),
         ("the head dim is 264", [(48, 4, 264)] * 3, {"device": "cuda", "dtype": float16}),
     ]

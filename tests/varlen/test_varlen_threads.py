@@ -275,7 +275,7 @@ def test_nothing_moves_where_no_document_is_shared(monkeypatch):
 
 
 REFUSED = {
-    "plain key": ("key is a Tensor beside DTensors", {"key": lambda x: x.full_tensor()}),
+    "plain key": ("key is a Tensor but other", {"key": lambda x: x.full_tensor()}),
     "dtypes": ("value is torch.float64", {"value": lambda x: x.double()}),
     "4-D": ("must have shape", {"query": lambda x: x.unsqueeze(3)}),
     "key placement": ("key is S", {"key": lambda x: x.redistribute(placements=[Shard(1)])}),
@@ -283,14 +283,14 @@ REFUSED = {
     "features": ("query is S", {"query": lambda x: x.redistribute(placements=[Shard(2)])}),
     "int64 starts": ("must be int32", {"cu_seq_q": lambda x: x.long()}),
     "sharded starts": (
-        "whole, replicated",
+        "replicated DTensor",
         {"cu_seq_k": lambda x: distribute(x, init_device_mesh("cpu", (2,)), [Shard(0)])},
     ),
     "no 0 at first": ("must begin with 0", {"cu_seq_q": lambda x: x + 1}),
-    "descending": ("must not descend", {"cu_seq_k": lambda x: x * torch.tensor([1, -1, 1, 1, 1, 1],
+    "descending": ("must not decrease", {"cu_seq_k": lambda x: x * torch.tensor([1, -1, 1, 1, 1, 1],
                    dtype=torch.int32)}),
     "too long": ("the packed sequence has 48", {"cu_seq_k": lambda x: x * 2}),
-    "other number": ("give as many", {"cu_seq_k": lambda x: x[:-1]}),
+    "other number": ("pass the same number", {"cu_seq_k": lambda x: x[:-1]}),
 }  # fmt: skip
 
 
@@ -326,17 +326,17 @@ def refused(problem, words, layout=None, ranks=2, **how):
 
 def test_more_refusals():
     refused(VarlenProblem((9, 30), (5, 30), (2, 3)), "document 0 has 9 queries and 5 keys")
-    refused(VarlenProblem((9, 30), (5, 30), (2, -1)), "sees keys after the diagonal")
-    refused(VarlenProblem(heads=3, key_heads=1), "do not divide", placements=(Shard(1),))
+    refused(VarlenProblem((9, 30), (5, 30), (2, -1)), "includes keys after the diagonal")
+    refused(VarlenProblem(heads=3, key_heads=1), "are not a multiple", placements=(Shard(1),))
     refused(BASE, "the layout is HeadTail", HeadTail(32, 2))
     for ranks in (1, 4):
         words = "2 ranks share the sequence.*; make one for 2"
         refused(BASE, words, HeadTail(48, ranks))
-    refused(BASE, "key is placed .* beside shards that lie in the layout", HeadTail(48, 2),
+    refused(BASE, "key has placements .* but the other shards are in the layout", HeadTail(48, 2),
             key_placements=(Replicate(),))  # fmt: skip
-    refused(BASE, "2 batch rows of their own", PerDocumentHeadTail([[48], [24, 24]], 2))
+    refused(BASE, "for 2 batch rows", PerDocumentHeadTail([[48], [24, 24]], 2))
     many = PerDocumentHeadTail([[4] * 12], 2)
-    refused(VarlenProblem((48,)), "the kernel takes keys for each run", layout=many)
+    refused(VarlenProblem((48,)), "a copy of the keys for each run", layout=many)
     judge(VarlenProblem((48,), window=(-1, -1)), 2, layout=many)
 
 
@@ -474,7 +474,7 @@ def test_a_checkpoint_recomputed_in_another_order_raises(first, second):
         with cp_dispatch.enabled(layout=first):
             outs = [checkpoint(attend, *leaves, use_reentrant=False) for _ in range(2)]
         with cp_dispatch.enabled(layout=second):
-            with pytest.raises(ContextParallelError, match="in another order"):
+            with pytest.raises(ContextParallelError, match="in a different order"):
                 outs[0].sum().backward()
         with cp_dispatch.enabled(layout=first):
             outs[1].sum().backward()
