@@ -139,10 +139,10 @@ def refuse_beside_torchs() -> None:
 
 
 def _refusal_of_vmap(kernel, stack: OptionStack, contexts: OptionStack, plain_context):
-    """The kernel in front of vmap's. Under that, plain shards would silently stay local, and calls on
-    DTensors would go to DTensor's own kernels even if vmap maps over none of the tensors. Those would
-    take the order of the shards for that of the sequence in a layout, and on CPU search for a rule
-    for minutes."""
+    """The kernel in front of vmap's. Under that, plain shards would silently stay local, and calls
+    on DTensors would go to DTensor's own kernels even if vmap maps over none of the tensors. Those
+    would take the order of the shards for that of the sequence in a layout, and on CPU search for a
+    rule for minutes."""
 
     def scaled_dot_product_attention(keyset, query, key, value, attn_mask=None, *args, **kwargs):
         tensors = query, key, value, attn_mask

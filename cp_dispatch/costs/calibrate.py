@@ -261,7 +261,7 @@ def _slowdown(ring: Ring, backend, clock: Clock) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "file for the constants (default: in the package)"
     parser.add_argument("-o", "--output", type=pathlib.Path, help=words)
-    words = "measure only the host time of calls, in half a minute; keep kernels and moves as measured"
+    words = "measure only the host time of calls, in half a minute; keep all other constants"
     parser.add_argument("--host", action="store_true", help=words)
     words = "measure a few small sizes only, as a test of the command; needs -o"
     parser.add_argument("--quick", action="store_true", help=words)

@@ -13,8 +13,8 @@ depend on the order of the keys.)
 - An all-gather has one order for all ranks ::
 
 - If ranks can write to each other's memory (:mod:`mailbox`), a forward takes the pieces of the
-  others in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to r - 1,
-  come first, and the hi rows see these and all that follow, up to hi of rank r + 1.
+  others in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to
+  r - 1, come first, and the hi rows see these and all that follow, up to hi of rank r + 1.
 - An all-gather has the same order on all ranks ::
 
       [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
