@@ -33,8 +33,8 @@ class Collectives:
         self._exchange.fetch(self._group, buffer)
 
     def put_aside(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Save what :meth:`give` needs of ``parts``, the gradients of a group's keys of all
-        positions, because it does not read these; on the current stream."""
+        """Copy the parts of ``parts``, the gradients of a group's keys of all positions, that
+        :meth:`give` needs, because it does not read ``parts`` itself; on the current stream."""
         exchange = self._exchange
         rows, sums = kept_wide(exchange, parts, grads)
         shares = exchange.shares[exchange.rank]
@@ -54,7 +54,7 @@ def kept_wide(
     exchange: Exchange, parts: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The parts as rows, and wide sums ``(lanes, L, B / lanes, H, D)`` that start with this rank's
-    own shares, to which those of takers are added."""
+    own shares. The takers' shares are added to them later."""
     lanes = exchange.keys.lanes
     rows = [rows_of(x, lanes) for x in parts]
     sums = []
