@@ -46,7 +46,7 @@ def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
 def _detached(x: DTensor) -> DTensor:
     if not torch.is_inference_mode_enabled():
         return x.detach()
-    # Which makes no view of a DTensor from outside of it.
+    # This does not make a view of a DTensor from outside inference mode.
     return DTensor.from_local(
         local_tensor(x), x.device_mesh, x.placements, run_check=False, shape=x.shape,
         stride=x.stride(),

@@ -246,7 +246,8 @@ class _Backward(_Forward):
             dq, dk, dv = self._backend.prefix_backward(
                 *inputs, self._prefixes, self._scale, self._lengths
             )
-        # What brought the keys waits here until they were read.
+        # The stream that brought the keys waits here until they have been read, so their box needs
+        # no release of its own.
         shares = self._shares(dk, dv)
         if self._here:
             room.push_here(*shares, self._sent_numbers)

@@ -196,9 +196,9 @@ class Mailbox(Room):
     def push_heads(
         self, sources: Sequence[Tensor], numbers: Tensor, then_wait: bool = False
     ) -> None:
-        """As :meth:`push_rows` with ``opens``, for heads in place (see :data:`push_heads`), with
-        the :meth:`numbers` of this box alone. With ``then_wait`` the default stream itself pushes
-        if it is the current one, and received data need not be released."""
+        """As :meth:`push_rows`, for heads in place (see :data:`push_heads`), with ``numbers`` from
+        :meth:`numbers`; it opens this box alone. With ``then_wait`` the default stream itself
+        pushes if it is the current one, and received data need not be released."""
         self._steps += self._marks
         if then_wait and on_default_stream(self.device):
             self._go_ahead()

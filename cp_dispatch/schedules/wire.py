@@ -65,7 +65,7 @@ class Wire:
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
             self._places.append(places)
             self._rows.append(end)
-        #: Bytes of own rows sent to or from each rank, and of each rank's rows of own heads.
+        #: Bytes of own rows with each rank's heads, and of each rank's rows with own heads.
         self.own = [lengths[rank] * batch * self._rows[r] for r in ranks]
         self.all = [lengths[r] * batch * self._rows[rank] for r in ranks]
 
