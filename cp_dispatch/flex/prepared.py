@@ -3,7 +3,7 @@
 For the same mask an op gets tensors of the same shapes and strides again and again, and only makes
 a few launches. Apart from memory addresses, their arguments are the same each time: views, which
 are stored as numbers, indices of the exchange, and parts of rooms, which never move. A prepared
-call is about ten calls of torch, which is all that the host has time for beside short kernels.
+call is about ten calls of torch, which is all that the host has time for during short kernels.
 
 A *way* is a prepared op. ``keep_keys`` and ``keep_gradients`` run the op once on stand-ins without
 memory, and record its views of them; ``run`` makes the same views of a call's tensors, ``given`` in

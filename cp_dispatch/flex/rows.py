@@ -22,7 +22,7 @@ class Copies(NamedTuple):
 
 
 def copies(pairs: Pairs) -> list[Copies]:
-    """What is to be written, in as few launches as memory allows."""
+    """The copies for ``pairs``, in as few launches as memory allows."""
     found: dict[tuple, Copies] = {}
     for target, source in pairs:
         scatter, gather = isinstance(target, Indexed), isinstance(source, Indexed)

@@ -13,8 +13,8 @@ who resets it to 0. One step of the protocol, the same on every rank and in one 
     open     raise "free for you" at every peer
     push     take "free for me" of every peer, copy, raise "full" at every peer,
              copy what stays here, take "full" of every peer
-    wait     (the current stream waits for that one)
-    release  (that one waits until the current stream has read what came)
+    wait     (the current stream waits for this stream)
+    release  (this stream waits until the current stream has read the received data)
 
 Flags do not count, so a CUDA graph can replay a step. A rank waits only for work that its peers
 enqueue before they wait themselves, so there is no cycle, whatever else the ranks do in the same
