@@ -54,7 +54,8 @@ class _Gather:
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         geometry, rank = job.geometry, job.rank
-        # A mask has columns for the keys of consecutive ranks, so no rank's keys can be left out.
+        # The mask columns of a tile can be a slice over the keys of consecutive ranks, so no rank's
+        # keys are left out.
         apart = job.mask is None
         slots, owners = (slots_apart, geometry.world_size - 1) if apart else (slots_of, None)
         keys = gathered_keys(key, value, geometry, job.ring, slots, owners)
