@@ -39,14 +39,15 @@ def span_indices(spans: Tensor | Sequence[tuple[int, int]]) -> Tensor:
 def inverse_permutation(indices: Tensor, check: bool = True) -> Tensor:
     """``inverse[..., indices[..., i]] = i``, in the shape and dtype of ``indices``.
 
-    ``check`` raises if a row of ``indices`` is no permutation; on CUDA that waits for the device.
+    ``check`` raises if a row of ``indices`` is not a permutation; on CUDA that waits for the
+    device.
     """
     _check_index(indices)
     size = indices.size(-1)
     if check:
         rows.check_values(indices, size)
     inverse = rows.invert_index(indices, size)
-    # Within range, whatever occurs twice leaves another row out.
+    # All are within range, so if a row occurs twice, another one is missing.
     if check and bool((inverse < 0).any()):
         raise ContextParallelError(
             f"indices are no permutation of 0 to {size - 1}: some occur twice or are missing"
@@ -65,15 +66,15 @@ def permute_sequence(
     """``out[..., i, ...] = x[..., index[i], ...]`` along ``dim``, for each tensor, in one launch.
 
     Args:
-        tensors: of any shapes, dtypes and strides, on one device.
-        index: see the module's docstring; per-batch rows belong to dim 0 of each tensor.
-        dim: the sequence dim, of all tensors or of each.
+        tensors: any shapes, dtypes and strides, on one device.
+        index: see the module's docstring; per-batch rows refer to dim 0 of each tensor.
+        dim: the sequence dim, one for all tensors or one for each.
         checked: the values of ``index`` are known to be valid (-1, or a row of every tensor).
-        unique: no row occurs twice, which spares the backward a sort. Not checked.
+        unique: no row occurs twice, so the backward needs no sort. Not checked.
 
     Returns:
-        New tensors whose dims lie in memory in the order of the inputs'. Differentiable: rows
-        that occur more than once get the sum of their gradients, added in float32 (float64).
+        New tensors with the same order of dims in memory as the inputs. Differentiable: rows that
+        occur more than once get the sum of their gradients, added in float32 (float64 for float64).
     """
     tensors = list(tensors)
     dims = _dims(tensors, dim)
@@ -94,9 +95,9 @@ def pack_sequence(
 ) -> Tensor:
     """Rows of several tensors of one dtype, one tensor after the other, in one flat buffer.
 
-    Each lies there batch first, then its rows, then its other dims: token-major ``(B, N, H, D)``
-    for ``(B, H, S, D)``. The rows are those of ``index``, or ``length`` rows from ``start`` on.
-    ``out`` takes the result instead of a new buffer; then there is no autograd.
+    Each tensor is stored batch first, then its rows, then its other dims: token-major ``(B, N, H,
+    D)`` for ``(B, H, S, D)``. The rows are those of ``index``, or ``length`` rows from ``start``
+    on. ``out`` takes the result instead of a new buffer; then there is no autograd.
     """
     tensors = list(tensors)
     dims = _dims(tensors, dim)
@@ -127,8 +128,8 @@ def unpack_sequence(
 ) -> None:
     """The inverse of :func:`pack_sequence`: write the buffer's rows into ``tensors``, in place.
 
-    Row i goes to row ``index[i]``, and nowhere for -1, or to row ``start + i``. If ``index``
-    names a row twice, either may stay.
+    Row i goes to row ``index[i]`` (nowhere for -1), or to row ``start + i``. If ``index`` names a
+    row twice, either value may remain.
     """
     tensors = list(tensors)
     dims = _dims(tensors, dim)
@@ -143,7 +144,7 @@ def unpack_sequence(
 
 
 def _copy(targets, sources, index, dims, scatter) -> None:
-    # Torch's copy of a range is faster than a kernel that could gather.
+    # For a range, torch's copy is faster than a kernel that can gather.
     copy = rows.copy_rows if index is not None else rows.copy_rows_eager
     copy(targets, sources, index, dims, scatter)
 
@@ -164,7 +165,7 @@ def packed_views(
     for size, x, d in zip(sizes, like, dims, strict=True):
         shape = list(x.shape)
         shape[d] = length
-        # Contiguous but for the rows, which come second.
+        # Contiguous except for the rows, which come second.
         strides, step, row = [0] * len(shape), 1, min(d, 1)
         for at in (*range(len(shape) - 1, row - 1, -1), *range(row - 1, -1, -1)):
             if at != d:

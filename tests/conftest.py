@@ -1,4 +1,5 @@
-"""What every test gets: a fixed seed, no leftovers of the toggle, GPU tests only where they run."""
+"""Fixtures of all tests: a fixed seed, cp_dispatch off afterwards, GPU tests only where they can
+run."""
 
 import hypothesis
 import pytest
@@ -7,7 +8,7 @@ import torch
 import cp_dispatch
 from cp_dispatch import extension, fast_path
 
-# A slow or shared machine is no failure.
+# A slow or shared machine must not fail tests.
 hypothesis.settings.register_profile("cp_dispatch", deadline=None)
 hypothesis.settings.load_profile("cp_dispatch")
 
@@ -17,7 +18,7 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(items):
-    # Modules that need more than one GPU say so themselves.
+    # Modules that need more than one GPU skip themselves.
     if torch.cuda.device_count() == 0:
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -31,8 +32,8 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _room_for_known_calls():
-    """The fast path forgets all calls once it knows many: not in the middle of a test that counts
-    them, after others have filled it."""
+    """Clear the fast path's cache. It drops all calls when it is full, which must not happen in the
+    middle of a test that counts them."""
     fast_path._known.clear()
 
 
@@ -46,10 +47,10 @@ def _off_afterwards():
 
 @pytest.fixture(autouse=True)
 def switches_stay_as_they_were():
-    """Put torch's SDPA switches back after a test.
+    """Restore torch's SDPA switches after a test.
 
-    They are the process's: threads of one test that each enter ``sdpa_kernel`` leave them as the
-    last one found them, and later tests would run, or be refused, on other kernels.
+    They belong to the process. Threads of one test that each enter ``sdpa_kernel`` leave them as
+    the last thread found them, and later tests would run, or be refused, on different kernels.
     """
     names = ("flash", "mem_efficient", "cudnn", "math")
     cuda = torch.backends.cuda

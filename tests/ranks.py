@@ -28,7 +28,7 @@ def one_rank():
 
 @contextlib.contextmanager
 def fake_ranks(*shape: int, names=("cp",), rank=0):
-    """A mesh whose other ranks do not exist: collectives return at once, with garbage."""
+    """A mesh whose other ranks do not exist: collectives return immediately, with garbage."""
     size = math.prod(shape)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -44,7 +44,7 @@ def outline(
     dtype: torch.dtype = torch.float32,
     requires_grad: bool = False,
 ) -> DTensor:
-    """A DTensor of this global shape that holds one element: plans look at nothing else."""
+    """A DTensor of this global shape that holds one element, because plans use nothing else."""
     stride = torch.empty(shape, device="meta").stride()
     local = torch.zeros(1, dtype=dtype)
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Calls that are refused, and for each reason what it names and what it says to do."""
+"""Calls that are refused, and for each reason what it names and what it advises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUERY, KEY = (2, 8, 64, 16), (2, 2, 64, 16)
 
 
 def arguments(mesh, query=QUERY, key=KEY, value=None, placements=SEQUENCE, **options):
-    """The arguments of a call that is fine, but for the changes asked for."""
+    """The arguments of a supported call, with the given changes."""
     defaults = {"enable_gqa": True}
     dtype = options.pop("dtype", torch.float32)
     shapes = {"query": query, "key": key, "value": value or key}
@@ -40,7 +40,7 @@ def replaced(mesh, **tensors):
 
 
 R = Replicate()
-# What is asked, and for each reason: what it names, and what it says to do.
+# The call, and for each reason what it names and what it advises.
 ONE_DIM = {
     "plain key": (
         lambda m: replaced(m, key=torch.ones(KEY)),

@@ -133,7 +133,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
             if cuda:
                 gc.collect()
                 torch.cuda.empty_cache()
-                mailboxes.free()  # the next one's memory is its own
+                mailboxes.free()  # so that the next one's memory is counted alone
     if cuda and not args.documents and KERNELS_ALONE not in args.skip:
         name = {"implementation": KERNELS_ALONE}
         try:
@@ -149,7 +149,7 @@ def run_point(problem: Problem, backend: str, args, cuda: bool) -> list[dict]:
 
 
 def wanted(args) -> list:
-    """Names and implementations of this run."""
+    """The names and implementations of this run."""
     return [
         (name, implementation)
         for name, implementation in IMPLEMENTATIONS.items()

@@ -59,7 +59,7 @@ def move_cases(args, q, k, v):
     index = head_tail(length, 4, device)
     padded = torch.cat([index, index.new_full((length // 64,), -1)])
     qkv = [q, k, v]
-    tokens = [x.transpose(1, 2) for x in qkv]  # contiguous: what a twin likes best
+    tokens = [x.transpose(1, 2) for x in qkv]  # contiguous, which is best for a twin
     flat = q.new_empty(numel(*qkv))
 
     def cat(parts):
@@ -196,7 +196,8 @@ def merge_cases(args, q):
 
 
 def best(functions: list, device, rounds: int) -> list[float]:
-    """Seconds of one call of each. They take turns, so that a disturbance meets them alike."""
+    """Seconds of one call of each function. They take turns, so that a disturbance affects all
+    alike."""
     calls = 20 if device.type == "cuda" else 1
     times = [[] for _ in functions]
     for _ in range(rounds + 1):  # the first one warms up
@@ -240,7 +241,7 @@ def row_of(case: Case, device, rounds: int) -> dict:
     kernel, *others = best(functions, device, rounds)
     row = {"case": case.name, "kernel_us": 1e6 * kernel}
     row["twins_us"] = {name: 1e6 * t for name, t in zip(case.twins, others, strict=False)}
-    # Triton's merge is a kernel too, and the second choice; it is shown, but it is no twin.
+    # Triton's merge is itself the second choice of kernel, so it is shown but is no twin.
     row["speedup"] = min(t for n, t in row["twins_us"].items() if n != "triton") / row["kernel_us"]
     if device.type == "cuda":
         row["kernel_host_us"] = 1e6 * host_time(case.kernel)

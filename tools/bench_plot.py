@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 MODES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 AXES = {"tokens_per_rank": "tokens per GPU", "ranks": "ranks"}
-# What two rows of one curve must share.
+# The fields in which two rows of one curve must agree.
 SHAPE = ("backend", "heads", "head_dim", "batch", "causal", "documents", "dtype")
 
 
 def curves(
     rows: Sequence[dict], axis: str, least: int = 2
 ) -> dict[tuple, dict[str, list[tuple[int, float]]]]:
-    """``{panel: {implementation: [(x, share kept)]}}``, curves of at least so many points. A panel
-    is a mode, a shape, and the value along the other axis."""
+    """``{panel: {implementation: [(x, share kept)]}}``, with the curves that have at least
+    ``least`` points. A panel is a mode, a shape, and the value along the other axis."""
     (other,) = set(AXES) - {axis}
     panels: dict[tuple, dict[str, dict[int, float]]] = {}
     for row in rows:

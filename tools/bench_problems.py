@@ -13,7 +13,8 @@ from cp_dispatch.schedules import mailboxes
 
 
 def document_lengths(length: int, mean: int) -> list[int]:
-    """Uniform in [1, 2 * mean), the same on every rank, until the sequence is full."""
+    """Lengths that are uniform in [1, 2 * mean), the same on every rank, until the sequence is
+    full."""
     generator = torch.Generator().manual_seed(0)
     lengths, left = [], length
     while left:
@@ -24,7 +25,7 @@ def document_lengths(length: int, mean: int) -> list[int]:
 
 
 def document_ids(lengths: list[int], device) -> torch.Tensor:
-    """Of each position its document's number."""
+    """The number of each position's document."""
     numbers = torch.arange(len(lengths), device=device)
     return torch.repeat_interleave(numbers, torch.tensor(lengths, device=device))
 
@@ -45,11 +46,11 @@ def steps(inputs, grad, call):
 
 
 def rows(problem, args, cuda: bool, implementations: dict, shape: dict, modes, words):
-    """A row for each implementation and mode, as soon as it is there.
+    """Yield a row for each implementation and mode as soon as it is measured.
 
-    An implementation is a function of the problem whose context gives inputs, grad, call and what
-    else belongs to its rows; the one named "one device" comes first. ``shape`` belongs to all rows,
-    ``words`` says what makes a row another point.
+    An implementation is a function of the problem. The context that it returns gives inputs, grad,
+    call and the other fields of its rows. The one named "one device" comes first. ``shape`` holds
+    the fields of all rows, ``words`` what distinguishes this point in print.
     """
     alone = {}
     for name, implementation in implementations.items():
@@ -71,7 +72,7 @@ def rows(problem, args, cuda: bool, implementations: dict, shape: dict, modes, w
             yield row
             gc.collect()
             if cuda:
-                mailboxes.free()  # the next one's memory is its own
+                mailboxes.free()  # so that the next one's memory is counted alone
                 torch.cuda.empty_cache()
 
 

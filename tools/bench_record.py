@@ -11,7 +11,8 @@ import torch
 
 
 def failure(error: RuntimeError) -> dict:
-    """A row's words about a run that failed. (All ranks hold as much, and run out alike.)"""
+    """The fields of a row for a run that failed. (All ranks hold the same amount of memory, so all
+    run out of it alike.)"""
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return {"error": "out of memory"}
     return {"error": " ".join(str(error).split())[:160]}
@@ -42,7 +43,7 @@ COLUMNS = (
 
 
 def keep(record: dict, path: pathlib.Path, plot: bool) -> None:
-    """Write the rows as JSON, as CSV, and as curves where asked for."""
+    """Write the rows as JSON, as CSV and, with ``plot``, as curves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     common = {name: record[name] for name in ("card", "torch", "cuda", "date")}
@@ -59,7 +60,7 @@ def keep(record: dict, path: pathlib.Path, plot: bool) -> None:
 
 
 def progress(points, rank: int):
-    """The points, with a bar on the first rank where there is tqdm."""
+    """The points, with a progress bar on the first rank if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -68,7 +69,7 @@ def progress(points, rank: int):
 
 
 def about(cuda: bool) -> dict:
-    """What a record says about where it was made."""
+    """The fields of a record that describe the machine and the versions."""
     return {
         "card": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,

@@ -23,7 +23,8 @@ def steps_of(row: dict) -> str:
 
 
 def table(record: dict) -> str:
-    """Share kept of each implementation, and extra memory of a forward and backward by kernel."""
+    """The efficiency of each implementation by kernel, and the extra memory of its forward and
+    backward."""
     rows = [row for row in record["rows"] if "kept" in row]
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     modes = {"fwd": "forward", "fwd+bwd": "forward + backward"}
@@ -65,7 +66,7 @@ def _mask_of(row: dict) -> str:
 
 
 def train_table(record: dict) -> str:
-    """Speed and memory of each way to train a model, and how equal the losses are."""
+    """Speed and memory of each way to train a model, and how much the losses differ."""
     lines = [
         "| | compiled | tokens/s per rank | step | peak memory | model TFLOP/s per rank | losses |",
         "|---" * 7 + "|",
@@ -104,7 +105,7 @@ def train_table(record: dict) -> str:
 
 
 def host_table(record: dict) -> str:
-    """Host time of a call under each way."""
+    """Host time of a call in each way."""
     modes = {
         "forward": "forward",
         "both": "forward + backward",
@@ -125,7 +126,7 @@ def host_table(record: dict) -> str:
 
 
 def flex_table(record: dict) -> str:
-    """Share of one GPU's FlexAttention that each way keeps, under each mask."""
+    """The efficiency of each way to run FlexAttention, for each mask."""
     rows = [row for row in record["rows"] if "kept" in row]
     cells = {(r["mask"], r["implementation"], r["mode"]): r for r in rows}
     lines = [
@@ -160,7 +161,7 @@ def flex_table(record: dict) -> str:
 
 
 def varlen_table(record: dict) -> str:
-    """Share of one GPU's ``varlen_attn`` that each way keeps, for each length and documents."""
+    """The efficiency of each way to run ``varlen_attn``, for each length and documents."""
     rows = [row for row in record["rows"] if "kept" in row]
     name = operator.itemgetter("tokens_per_rank", "document_mean", "implementation")
     cells = {(*name(row), row["mode"]): row for row in rows}
@@ -193,7 +194,7 @@ TABLES = {"train": train_table, "host": host_table, "flex": flex_table, "varlen"
 
 
 def joined(records: list[dict]) -> dict:
-    """Rows of several files as one record, if all else is the same."""
+    """The rows of several files as one record, if everything else is the same."""
     first, *others = ({k: v for k, v in record.items() if k != "rows"} for record in records)
     for other in others:
         if other != first:
@@ -202,7 +203,7 @@ def joined(records: list[dict]) -> dict:
 
 
 def filled(text: str) -> str:
-    """A page with its tables made anew."""
+    """The page with its tables rewritten from the results."""
 
     def made(match: re.Match) -> str:
         files = [ROOT / "tools" / "results" / name for name in match[1].split()]

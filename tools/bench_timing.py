@@ -13,7 +13,8 @@ from cp_dispatch.schedules import mailboxes
 
 
 def _mailbox_bytes() -> int:
-    """What mailboxes hold beside torch's statistics, while this project is the one that runs."""
+    """Bytes of mailboxes, which torch's statistics do not count, if this project is the one that
+    runs."""
     return mailboxes.held_bytes() if cp_dispatch.is_enabled() else 0
 
 
@@ -49,10 +50,11 @@ def measure(step, args, cuda: bool) -> dict:
 
 
 def captured(step):
-    """The step as a CUDA graph: what replays it, and what it has allocated stays."""
+    """The step as a CUDA graph: a function that replays it, and keeps what the capture
+    allocated."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is made at a first call must not be captured
+    with torch.cuda.stream(side):  # what a first call creates must not be captured
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(side)

@@ -25,7 +25,7 @@ KERNELS_ALONE = "block kernels alone"
 
 
 class Problem:
-    """One shape: local shards and the whole sequence's tensors, made on demand."""
+    """One shape: local shards and the whole sequence's tensors, created on demand."""
 
     def __init__(self, args, tokens: int, heads, mesh):
         self.args, self.tokens, self.heads, self.mesh = args, tokens, heads, mesh
@@ -36,7 +36,7 @@ class Problem:
 
     @functools.cached_property
     def documents(self) -> list[int]:
-        """Their lengths; none where there is no mask of documents."""
+        """The lengths of the documents; empty without a mask of documents."""
         if not self.args.documents:
             return []
         return document_lengths(self.tokens * self.world_size, self.args.documents)
@@ -65,7 +65,7 @@ class Problem:
         )
 
     def call_stock(self, query, key, value):
-        """As :meth:`call`, with a mask as DTensor takes it without us."""
+        """As :meth:`call`, with the mask as a DTensor, which stock DTensor needs."""
         if self.device.type == "cpu":
             raise RuntimeError("on CPU torch 2.13 tries placements of this call for many minutes")
         mask = DTensor.from_local(self.mask, self.mesh, [Replicate()], run_check=False)
@@ -112,7 +112,7 @@ def ours(problem: Problem, schedule: str, balancer=None):
 def torch_cp(problem: Problem, rotate_method: str):
     from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 
-    # Its causal work is balanced for head-tail data; without a mask that changes nothing.
+    # Its balancing of causal work assumes head-tail data; without a mask it changes nothing.
     torch_cp._cp_options.enable_load_balance = problem.args.causal
     torch_cp.set_rotate_method(rotate_method)
     torch_cp._enable_context_parallel_dispatcher()
@@ -144,7 +144,7 @@ IMPLEMENTATIONS = {
 }
 
 
-# Without a mask they are the ring.
+# Without a mask these are the same as the ring.
 ONLY_CAUSAL = [name for name in IMPLEMENTATIONS if "head-tail" in name or "mirrored" in name]
 
 
@@ -168,10 +168,9 @@ def steps(problem: Problem, inputs, grad, call):
 
 
 def kernels_alone(problem: Problem, backend: str) -> dict:
-    """Steps as :func:`steps` of the block kernels of a balanced ring: no merge, no communication.
-
-    Causal work is that of rank 0 in head-tail order; every rank has as much.
-    """
+    """Steps, as in :func:`steps`, of the block kernels of a balanced ring, without merging or
+    communication. Causal work is that of rank 0 in head-tail order; every rank has the same
+    amount."""
     kernel, world_size = BACKENDS[backend], problem.world_size
     query, key, value, grad = problem.tensors(problem.tokens)
     scale = problem.args.head_dim**-0.5
@@ -204,8 +203,8 @@ def kernels_alone(problem: Problem, backend: str) -> dict:
 
 
 def planned(problem: Problem, inputs, mode: str) -> dict:
-    """What the plan says about a call of ours: its schedule, and the seconds that the constants of
-    this kind of GPU predict, where there are some."""
+    """The schedule that the plan chooses for a call of ours, and the seconds that this kind of
+    GPU's constants predict, if there are constants."""
     gqa = inputs[0].shape[1] != inputs[1].shape[1]
     if mode != "fwd":  # what is faster may depend on whether there is a backward
         inputs = [x.detach().requires_grad_() for x in inputs]

@@ -71,7 +71,7 @@ class Problem:
         self.dtype = getattr(torch, args.dtype)
         self.documents = document_lengths(self.length, args.document_mean)
         self.mask_mod = self._mask_mod()
-        # Some rows at a time: all at once take 16 GiB at 131,072 tokens.
+        # Built for some rows at a time, because all at once take 16 GiB at 131,072 tokens.
         self.mask = create_cp_block_mask(
             self.mask_mod, None, None, self.length, self.length, alone, layout=None
         )
@@ -97,7 +97,7 @@ class Problem:
 
     @property
     def shard_bytes(self) -> int:
-        """Of a rank's keys and values."""
+        """Bytes of a rank's keys and values."""
         args = self.args
         row = 2 * args.batch * args.heads[1] * args.head_dim * self.dtype.itemsize
         return row * self.tokens
@@ -153,7 +153,7 @@ def ours(problem: Problem, schedule: str, balancer: str | None):
 
 @contextlib.contextmanager
 def in_style(problem: Problem, balancer: str | None):
-    """Plain shards, given to a module in ``ContextParallel`` in a compiled one."""
+    """Plain shards given to a ``ContextParallel`` module inside a compiled one."""
     torch._dynamo.reset()
 
     class Attention(torch.nn.Module):
@@ -174,7 +174,7 @@ def in_style(problem: Problem, balancer: str | None):
     if problem.device.type == "cuda":
         block = torch.compile(block, fullgraph=True, dynamic=False)
     *inputs, grad = problem.tensors(problem.tokens)
-    with cp_dispatch.enabled(layout=layout):  # the style needs it not, what counts memory does
+    with cp_dispatch.enabled(layout=layout):  # for counting memory; the style does not need it
         sends = moved(problem, *dtensors(problem, inputs))
         yield inputs, grad, lambda *x: block(*x, problem.mask), sends
 
@@ -192,7 +192,7 @@ def torch_cp(problem: Problem, balancer: str):
         ),
         "PTRR": lambda: torchs._PTRRLoadBalancer(problem.mask, ranks),
     }[balancer]()
-    # Uncompiled: inductor takes minutes for it at these lengths.
+    # Uncompiled, because inductor takes minutes for it at these lengths.
     attention._compiled_create_block_mask = create_block_mask
     mask = attention._create_cp_block_mask(
         problem.mask_mod, 1, 1, problem.length, problem.length, problem.mesh, found
@@ -232,7 +232,7 @@ IMPLEMENTATIONS = {
 
 
 def run_point(problem: Problem, args, cuda: bool):
-    """A row for each implementation and mode, as soon as it is there."""
+    """Yield a row for each implementation and mode as soon as it is measured."""
     shape = {
         "mask": problem.kind,
         "tokens_per_rank": problem.tokens,
@@ -281,7 +281,7 @@ def main() -> None:
         print(f"{card} x {mesh.size()}, torch {torch.__version__}")
     date = datetime.date.today().isoformat()
     name = f"{date}-flex-{mesh.size()}x{card.split()[1] if cuda else 'cpu'}".lower()
-    # A try without GPUs is no result.
+    # A trial without GPUs is not a result.
     out = args.out or (RESULTS if cuda else pathlib.Path(tempfile.gettempdir())) / f"{name}.json"
     record = {
         "card": card,
@@ -295,7 +295,7 @@ def main() -> None:
         for kind in args.mask or ["causal", "documents", "window"]:
             for row in run_point(Problem(args, mesh, alone, tokens, kind), args, cuda):
                 record["rows"].append(row)
-                if rank == 0:  # after each row, for compilation may take longer than there is
+                if rank == 0:  # after each row, because compilation may exceed the time limit
                     out.parent.mkdir(parents=True, exist_ok=True)
                     out.write_text(json.dumps(record, indent=1) + "\n")
     if rank == 0:

@@ -119,7 +119,7 @@ def measure(call, args) -> float:
     times = []
     for i in range(args.calls):
         if i % 20 == 0:
-            # Else the device's queue fills up and the host waits for it.
+            # Otherwise the device's queue fills up and the host waits for it.
             if args.device == "cuda":
                 torch.cuda.synchronize()
             dist.barrier()
@@ -223,7 +223,7 @@ def main() -> None:
                 with way:
                     timed(name, case.forward, *[case.both] * 2, case.chain)
             except Exception as error:
-                # On every rank alike: torch's has no CPU kernel, for one.
+                # This fails on every rank alike: for example, torch's has no CPU kernel.
                 tell(
                     f"| {name:36} | {type(error).__name__} | {str(error).split(chr(10))[0][:60]} |"
                 )

@@ -27,8 +27,11 @@ GOOD_CHOICE, GOOD_PREDICTION = 1.05, 0.2
 
 
 class Point(NamedTuple):
-    """``seconds`` and ``predicted`` by schedule; ``waiting``: the host took nearly all of the time
-    of the best one, so a faster or slower host makes another point of it."""
+    """``seconds`` and ``predicted`` by schedule.
+
+    ``waiting``: the host took nearly all of the time of the best schedule, so the result would
+    differ with a faster or slower host.
+    """
 
     shape: tuple
     chosen: str
@@ -42,7 +45,7 @@ class Point(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The chosen schedule's time over the best one's."""
+        """The chosen schedule's time divided by the best one's."""
         return self.seconds[self.chosen] / self.seconds[self.best]
 
     @property
@@ -73,10 +76,10 @@ def plan_of(row: dict) -> Plan:
 
 
 def points(rows: list[dict], constants: Constants) -> list[Point]:
-    """The points at which what ``auto`` takes was measured, and something else."""
+    """The points where both the schedule that ``auto`` chooses and another one were measured."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        # Of auto's own rows the schedule is not known for sure.
+        # The schedule of auto's own rows is not known for certain.
         if row.get("schedule") and "seconds" in row and " auto" not in row["implementation"]:
             order = "head-tail" if "head-tail" in row["implementation"] else "natural"
             order = f"causal, {order}" if row["causal"] else "full"
@@ -106,7 +109,8 @@ def points(rows: list[dict], constants: Constants) -> list[Point]:
 
 
 def _add_two(seconds: dict[str, float], forwards: list[dict]) -> None:
-    """The time of a forward and a backward of two schedules, from what was measured of both."""
+    """Add the time of the forward of one schedule with the backward of another, from the
+    measurements of both."""
     alone = {row["schedule"]: row["seconds"] for row in forwards}
     for first, second in PAIRS:
         if first in alone and second in alone and second in seconds:

@@ -21,9 +21,10 @@ from cp_dispatch.plan import Plan
 from cp_dispatch.planner import alternatives
 
 ROOT = pathlib.Path(__file__).parents[1]
-#: 400 Gb/s for each GPU of a node of 8, and what a message between nodes takes beside its bytes.
+#: 400 Gb/s for each GPU of a node of 8, and the time that a message between nodes takes in addition
+#: to its bytes.
 LINKS = Links(node=8, bandwidth=50e9, latency=10e-6)
-#: A GPU's memory for what a schedule holds beside its inputs.
+#: The memory of a GPU for what a schedule holds in addition to its inputs.
 MEMORY = 64 * 2**30
 RANKS = tuple(2**n for n in range(3, 11))
 COLUMNS = ("ring", "gather", "ulysses", "hybrid")
@@ -48,7 +49,7 @@ def plan_of(tokens: int, ranks: int, backend: str, heads: int, key_heads: int, d
 
 
 def row(constants: Constants, tokens: int, ranks: int, args) -> dict[str, float]:
-    """Share kept by a forward and backward under each schedule that fits."""
+    """The efficiency of a forward and backward with each schedule that fits."""
     plan = plan_of(tokens, ranks, args.backend, *args.heads, args.head_dim)
     flops = 2 * args.heads[0] * plan.query_length**2 * args.head_dim
     call = args.backend, args.head_dim

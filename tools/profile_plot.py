@@ -42,14 +42,15 @@ def kind_of(name: str) -> str:
 
 
 def last_step(path: pathlib.Path, steps: int) -> list[dict]:
-    """The GPU's events of the last of ``steps`` alike, in order, times in us from its start."""
+    """The GPU's events of the last of ``steps`` equal steps, in order, with times in us from its
+    start."""
     with (gzip.open if path.suffix == ".gz" else open)(path) as file:
         events = json.load(file)["traceEvents"]
     events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not events:
         raise SystemExit(f"{path} has no events of a GPU")
     events.sort(key=lambda e: e["ts"])
-    # Work of attention, of which every step has as much, tells steps apart.
+    # Attention kernels, of which every step has the same number, separate the steps.
     attention = [e for e in events if kind_of(e["name"]) == "attention"]
     count = max(1, len(attention) // steps)
     begin = attention[-count]["ts"]

@@ -88,7 +88,7 @@ FEATURES = {
     "bias that needs a gradient": {"mask_kind": "head", "mask_grad": True},
     "fully masked rows": {"mask_kind": "blind"},
     "dropout": {"dropout": 0.25},
-    # Many heads: the error of a few numbers is luck.
+    # Many heads, because the error of a few numbers is a matter of chance.
     "decode: query replicated, keys sharded": {
         "rows": 1,
         "heads": 128,
@@ -200,7 +200,7 @@ def attempt(
             return "torch raises"
     ran = (plan.backend or "stock").removeprefix("cpu_")
     if dropout:
-        # Attention with dropout stays linear in value; and it must drop something.
+        # Attention with dropout is still linear in value, and something must be dropped.
         lhs, rhs = ((a.full_tensor().double() * b).sum() for a, b in
                     ((got[0], gradient), (got[3], tensors[2])))  # fmt: skip
         change = (got[0].full_tensor().double() - exact[0]).norm() / exact[0].norm()
@@ -214,9 +214,9 @@ def attempt(
     for mine, alone, true in zip(got, one, exact, strict=True):
         allowed = (alone.double() - true).norm().item()
         if allowed == 0 or dtype is torch.float64:
-            # One device is exact to the last bit, as for a softmax over one key, or the truth is
-            # no more exact than what is judged; then the rounding of a dot product over the head
-            # dim, in every element, is allowed.
+            # Either one device is exact to the last bit, as for a softmax over one key, or the
+            # reference is no more exact than the result. Then the rounding of a dot product over
+            # the head dim is allowed in every element.
             allowed = torch.finfo(dtype).eps * (true.numel() * dim) ** 0.5 / FACTOR
         mine = mine.full_tensor()
         if layout is not None:
@@ -227,8 +227,8 @@ def attempt(
 
 
 def _one_device(ran, tensors, attn_mask, mask_grad, run, gradient):
-    """``(kernel, results)`` of one device: of the kernel that ran, and where that refuses the call
-    (a mask, causal with different lengths), of the next best one."""
+    """``(kernel, results)`` of one device: with the kernel that ran or, if that refuses the call (a
+    mask, causal with different lengths), with the next best one."""
     flat = [x.flatten(0, -4) if x.ndim > 4 else x.unsqueeze(1) if x.ndim == 3 else x
             for x in (*tensors, gradient)]  # fmt: skip
     for kernel in (ran, "efficient", "math"):
@@ -254,7 +254,7 @@ def _distribute(tensor, mesh, placements):
 
 def _cell(ratio: float, ran: str, kernel: str, judge: str = "", expected: str = "") -> str:
     if ratio > FACTOR:
-        # Another, more exact kernel on one device is no measure of this one's rounding.
+        # A different, more exact kernel on one device does not measure this kernel's rounding.
         return f"{ratio:.2f}x {judge}" if judge != expected and ratio < 3 else f"WRONG {ratio:.2f}x"
     return "yes" if ran == kernel else {"stock": "torch"}.get(ran, ran)
 

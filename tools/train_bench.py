@@ -49,16 +49,16 @@ from cp_dispatch.schedules import mailboxes
 
 OUT_OF_MEMORY = failure(torch.OutOfMemoryError())["error"]
 RESULTS = pathlib.Path(__file__).parent / "results"
-#: How far losses may differ, relative, and the first step's gradients of query and key projections
+#: How much losses may differ, relative, and the first step's gradients of query and key projections
 #: (the norm of the difference). On CPU in bfloat16, schedules and kernels of this project differ by
-#: a tenth of it; a causal mask by the wrong positions makes more than three times as much in the
-#: gradients, but only about as much in the losses.
+#: a tenth of this. A causal mask by the wrong positions makes the gradients differ by more than
+#: three times this, but the losses only by about this.
 NOISE = {"bfloat16": (2e-3, 5e-2), "float32": (1e-4, 1e-3)}
 
 
 @contextlib.contextmanager
 def torch_block(*args, **kwargs):
-    """Torch's block, which up to 2.11 stays on after an error inside."""
+    """Torch's block, which up to 2.11 stays enabled after an error inside."""
     stock = F.scaled_dot_product_attention
     try:
         with torchs_context_parallel(*args, **kwargs):
@@ -146,7 +146,7 @@ class Clock:
 
 
 def train(args: argparse.Namespace, way: Way, compiled: str, mesh: DeviceMesh):
-    """What a run measured, alike on all ranks, and gradients of the first step."""
+    """The measurements of a run, the same on all ranks, and the gradients of the first step."""
     cuda = mesh.device_type == "cuda"
     model = build(args, mesh, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), fused=cuda)
@@ -161,14 +161,14 @@ def train(args: argparse.Namespace, way: Way, compiled: str, mesh: DeviceMesh):
             no_restore_buffers={tokens, labels},
         ):  # fmt: skip
             loss = model(tokens, labels)
-            loss.backward()  # inside, for checkpoints recompute what they find there
+            loss.backward()  # inside the block, because checkpoints recompute in it
         optimizer.step()
         losses.append(loss.detach())
         if step == 0:
             gradients = attention_gradients(model)
     clock.mark()
     seconds = statistics.median(clock.seconds()[args.warmup :])
-    # Rooms that ranks write to are no memory that torch knows of.
+    # Torch does not count the rooms that ranks write to.
     rooms = mailboxes.held_bytes() if cuda and way.block is cp_dispatch.context_parallel else 0
     peak = torch.cuda.max_memory_allocated() + rooms if cuda else 0
     seconds, peak = worst_rank([seconds, peak / 2**20], cuda)
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace, name: str, mesh: DeviceMesh):
             measured, gradients = train(args, way, compiled, mesh)
         row |= measured
         row["graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    except Exception as error:  # torch's raises many kinds for what it does not do
+    except Exception as error:  # torch's raises many kinds for unsupported calls
         row["error"] = failure(error)["error"].replace("|", "/") or type(error).__name__
     torch._dynamo.reset()
     gc.collect()
@@ -210,9 +210,9 @@ def run(args: argparse.Namespace, name: str, mesh: DeviceMesh):
 
 
 def compare(row: dict, first: dict, gradients: list, firsts: list, cuda: bool) -> None:
-    """How far a way is from the first one that ran, in its row."""
+    """Add to the row how much a way differs from the first one that ran."""
     pairs = zip(row["losses"], first["losses"], strict=True)
-    # A nan would be smaller than any number.
+    # A nan must not count as a small difference.
     apart = [abs(a - b) / abs(b) if a == a and b == b else math.inf for a, b in pairs]
     row["losses_differ"] = max(apart)
     squares = [
@@ -241,7 +241,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # If not all ranks run out of memory alike, the others need not wait for long.
+    # If only some ranks run out of memory, the others should not wait for long.
     timeout = datetime.timedelta(minutes=3)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
     rank, size = dist.get_rank(), dist.get_world_size()

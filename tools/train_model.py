@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-#: What is compiled, in the words of the table.
+#: What is compiled, in the table's words.
 WHOLE, PARTS, NOTHING = "whole blocks, loss", "blocks without attention, loss", "nothing"
 
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
     def whole(self, x: Tensor, turns: Tensor) -> Tensor:
         query, key, value = self.before(x, turns)
-        # By its name in F, which torch's context parallelism replaces.
+        # Looked up in F, where torch's context parallel replaces it.
         attended = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
         )
@@ -60,7 +60,8 @@ class Block(nn.Module):
         return self.run(x, turns)
 
     def prepare(self, compiled: str, backend: str, checkpointed: bool) -> None:
-        """A compiled block has its checkpoint inside, as in torchtitan; parts lie inside one."""
+        """Compile and checkpoint the block. A block compiled as a whole has its checkpoint inside,
+        as in torchtitan; compiled parts are inside a checkpoint."""
 
         def graph(function):
             return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
@@ -98,8 +99,8 @@ class Llama(nn.Module):
         self.summed_loss = summed_loss
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of these rows. Logits are made, and made again, a chunk at a time: those
-        of all rows would take more memory than the rest of the model."""
+        """The mean loss of these rows. Logits are computed, and recomputed, one chunk at a time:
+        those of all rows would take more memory than the rest of the model."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.turns)
@@ -110,8 +111,8 @@ class Llama(nn.Module):
         return total / labels.numel()
 
     def chunk_loss(self, rows: Tensor, labels: Tensor) -> Tensor:
-        # No argument of the checkpoint, which would give back a tensor that is no parameter, for
-        # which a graph is made anew.
+        # The weight is not an argument of the checkpoint, which would return a tensor that is no
+        # parameter, and the graph would be recompiled for it.
         return self.summed_loss(rows, self.embed.weight, labels)
 
 
@@ -132,7 +133,7 @@ def build(args: Namespace, mesh: DeviceMesh, compiled: str) -> Llama:
     torch.manual_seed(args.seed)
     with torch.device("cpu" if mesh.device_type == "cpu" else "cuda"):
         model = Llama(config(args), args.tokens, args.chunk)
-    # Inputs are not cast: the table of positions needs its 32 bits.
+    # Inputs are not cast, because the table of positions needs its 32 bits.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, args.dtype),
         reduce_dtype=torch.float32,
@@ -150,7 +151,7 @@ def build(args: Namespace, mesh: DeviceMesh, compiled: str) -> Llama:
 
 def batches(args: Namespace, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Tokens and labels ``(1, S)`` of every step. Some tokens are much more frequent than others,
-    which is learned at once, and the second half says the first again."""
+    which is learned at once, and the second half repeats the first."""
     result = []
     for step in range(args.steps):
         generator = torch.Generator().manual_seed(args.seed + step)
@@ -161,14 +162,14 @@ def batches(args: Namespace, device: torch.device) -> list[tuple[Tensor, Tensor]
 
 
 def attention_gradients(model: Llama) -> list[Tensor]:
-    """This rank's shards of the gradients of query and key projections, on the host: they tell
-    much sooner than losses whether attention saw the right keys."""
+    """This rank's shards of the gradients of query and key projections, on the host. They show much
+    sooner than losses whether attention saw the right keys."""
     weights = [p for block in model.blocks for p in (block.wq.weight, block.wk.weight)]
     return [weight.grad.to_local().cpu() for weight in weights]
 
 
 def model_flops(args: Namespace, parameters: int) -> float:
-    """Of a step, without what is recomputed: 6 for each parameter and token, and causal attention
-    forward and 2.5 times that backward."""
+    """The FLOPs of a step, without recomputation: 6 for each parameter and token, plus causal
+    attention forward and 2.5 times that backward."""
     attention = 3.5 * 4 * args.dim * args.tokens**2 / 2 * args.layers
     return 6 * parameters * args.tokens + attention

@@ -38,7 +38,7 @@ import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-# Torch 2.11 takes grouped heads without being told.
+# Torch 2.11 accepts grouped heads without this argument.
 GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -121,8 +121,12 @@ def ours(problem: Problem, balancer=None):
 
 @contextlib.contextmanager
 def by_hand(problem: Problem):
-    """All keys to all ranks. A rank's rows are the ends of the documents that it has a part of, so
-    the keys before its last row, from the start of its first document on, are those of one call."""
+    """Gather all keys on all ranks, and compute this rank's rows in one call.
+
+    The call has the keys from the start of the rank's first document up to its last row. Among
+    those keys its rows are the last ones of each document, and the kernel aligns the causal mask to
+    the bottom right.
+    """
     mesh, tokens = problem.mesh, problem.tokens
     begin = mesh.get_local_rank() * tokens
     end = begin + tokens
@@ -134,7 +138,7 @@ def by_hand(problem: Problem):
         for bounds in ([begin, *inside, end], [first, *inside, end])
     )
     longest = int(cu_rows.diff().max()), int(cu_keys.diff().max())
-    # Deprecated from torch 2.13 on, before which the other has no gradient.
+    # Deprecated since torch 2.13; before that, its replacement has no gradient.
     warnings.filterwarnings("ignore", "`torch.distributed._functional_coll", FutureWarning)
 
     def attend(query, key, value):
@@ -164,7 +168,7 @@ IMPLEMENTATIONS = {
 
 
 def run_point(problem: Problem, args, cuda: bool):
-    """A row for each implementation and mode, as soon as it is there."""
+    """Yield a row for each implementation and mode as soon as it is measured."""
     shape = {
         "tokens_per_rank": problem.tokens,
         "ranks": problem.mesh.size(),

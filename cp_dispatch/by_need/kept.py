@@ -26,13 +26,14 @@ class Kept:
     def __init__(self):
         self._entries: OrderedDict[tuple, tuple] = OrderedDict()
         self._lock = threading.Lock()
-        #: The same results by tensor objects, with what must not have changed of each.
+        #: The same results by tensor objects, with the properties of each tensor that must not have
+        #: changed.
         self._near: dict[tuple, tuple[object, list]] = {}
-        #: What captured CUDA graphs go on reading, which do not tell when they go.
+        #: Results that captured CUDA graphs still read. Graphs do not report when they are freed.
         self._of_graphs: dict[int, object] = {}
 
     def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
-        """``make()``, or what it gave before for the same contents of the same tensors."""
+        """The result of ``make()``, cached for the same contents of the same tensors."""
         near_key = (key, *map(id, tensors))
         near = self._near.get(near_key)
         if near is not None and _are_as_they_were(tensors, near[1]):
@@ -70,7 +71,7 @@ class Kept:
                 return entry[1]
         value = make()
         with self._lock:
-            self._near.clear()  # so that what has to go is not held there
+            self._near.clear()  # so that dropped entries are not held there
             self._entries[full_key] = [weakref.ref(s) for s in storages], value
             for old in [key for key, (refs, _) in self._entries.items() if _some_is_gone(refs)]:
                 del self._entries[old]
@@ -80,17 +81,18 @@ class Kept:
 
 
 class KeptByAll:
-    """What ranks exchanged about tensors, kept for as long as the tensors' memory lives. A rank
-    that dropped it earlier would start an exchange in which the others take no part."""
+    """Results of exchanges between ranks about tensors, kept for as long as the tensors' memory
+    lives. If a rank dropped one earlier, it would start an exchange in which the others take no
+    part."""
 
     def __init__(self):
         self._of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def get(self, tensors: Sequence[Tensor | None], key: Hashable, make: Callable[[], object]):
-        """``make()``, or what it gave before for the same contents of the same tensors."""
+        """The result of ``make()``, cached for the same contents of the same tensors."""
         given = [x for x in tensors if x is not None]
-        if any(map(_is_uncounted, given)):  # on all ranks
+        if any(map(_is_uncounted, given)):  # the same on all ranks
             return make()
         first, *others = (x.untyped_storage() for x in given)
         others = [s for s in others if s is not first]

@@ -46,7 +46,7 @@ class Ownership:
         return self.spans_of_all[rank][lane]
 
     def rows(self, rank: int) -> int:
-        """How many positions ``rank`` holds, in every lane."""
+        """The number of positions that ``rank`` holds, in every lane."""
         return sum(span.length for span in self.spans(rank))
 
 
@@ -57,12 +57,12 @@ def ownership(
     layout: str = "",
     batch: tuple[int, int] | None = None,
 ) -> Ownership:
-    """The same object for the same arguments: its spans are made once."""
+    """The same object for the same arguments, so that spans are computed once."""
     return Ownership(length, ring_shape, layout, batch)
 
 
 def lanes_of(first: int, batch: int) -> tuple[int, int]:
-    """``batch`` of an :class:`Ownership` in a layout that differs by batch row. A rank without
+    """The ``batch`` of an :class:`Ownership` in a layout that differs by batch row. A rank without
     batch rows still has one lane, that of an arbitrary row."""
     return (first, batch) if batch else (0, 1)
 

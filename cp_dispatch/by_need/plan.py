@@ -13,7 +13,7 @@ class PlanByNeed:
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the sequence."""
+        """The number of ranks that share the sequence."""
         return math.prod(self.ring_shape)
 
     def bytes_sent(self, rank: int) -> int | None:

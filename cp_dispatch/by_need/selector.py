@@ -10,15 +10,16 @@ from torch import Tensor
 from cp_dispatch.layouts import Span
 from cp_dispatch.permute import span_indices
 
-#: Tensors, or rows by an index, and what is to be written there; one of the two may be by an index.
+#: Pairs of a target and its new values. Each is a tensor or rows by an index; at most one of the
+#: two is by an index.
 Pairs = list[tuple["Tensor | Indexed", "Tensor | Indexed"]]
 
-# With more runs than this rows are copied by an index.
+# With more runs than this, rows are copied by an index.
 _MAX_RUNS = 4
 
 
 class Selector:
-    """Some rows of a tensor: by slices if they are few runs, else by an index."""
+    """Some rows of a tensor: by slices if they are few runs, otherwise by an index."""
 
     def __init__(self, spans: tuple[Span, ...], device: torch.device):
         self._spans = spans
@@ -33,7 +34,7 @@ class Selector:
         return torch.cat(parts) if parts else rows[:0]
 
     def taken_into(self, into: Tensor, rows: Tensor) -> Pairs:
-        """Where the chosen rows go in ``into``."""
+        """The chosen rows, with their places in ``into``."""
         if self._index is not None:
             return [(into, Indexed(rows, self._index))]
         pairs, at = [], 0
@@ -43,7 +44,7 @@ class Selector:
         return pairs
 
     def parts(self, rows: Tensor, values: Tensor):
-        """``(some of the rows, their values)``, which are to be written or added."""
+        """``(some of the rows, their values)``, to be written or added."""
         if self._index is not None:
             yield Indexed(rows, self._index), values
             return
@@ -55,7 +56,7 @@ class Selector:
 
 @dataclass(frozen=True)
 class Indexed:
-    """Rows by an index in which none occurs twice."""
+    """Rows by an index without repeats."""
 
     rows: Tensor
     index: Tensor

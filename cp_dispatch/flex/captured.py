@@ -37,7 +37,7 @@ def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
     dim = sequence_dim(buffer, plan)
     if dim is not None:
         whole = _ordered(whole, dim, plan.layout, -1, part)
-    # The local kernel's backward goes by this; in a trace torch looks at the graph instead.
+    # The local kernel's backward reads this; in a trace torch looks at the graph instead.
     if buffer.requires_grad and not is_tracing():
         whole = whole.detach().requires_grad_()
     return whole
@@ -46,7 +46,7 @@ def _whole(buffer: DTensor, plan: FlexPlan, part) -> Tensor:
 def _detached(x: DTensor) -> DTensor:
     if not torch.is_inference_mode_enabled():
         return x.detach()
-    # Which makes no view of a DTensor from outside of it.
+    # This does not make a view of a DTensor from outside inference mode.
     return DTensor.from_local(
         local_tensor(x), x.device_mesh, x.placements, run_check=False, shape=x.shape,
         stride=x.stride(),
@@ -77,12 +77,12 @@ def _ordered(x: Tensor, dim: int, layout: Balancer, which: int, part) -> Tensor:
 
 
 def gradients_of_mod(joint_graph, score_mod, query: Tensor, buffers: tuple):
-    """``joint_graph``, the gradients of ``score_mod``, traced again if torch left tensors without
+    """``joint_graph``, the gradients of ``score_mod``; traced again if torch left tensors without
     data in it.
 
-    An uncompiled forward traces it inside the saved-tensor hooks of a checkpoint around, which save
-    tensors of the trace and return different ones. Gradients would be garbage, as they are with
-    torch on one device.
+    An uncompiled forward traces it inside the saved-tensor hooks of a surrounding checkpoint, which
+    save tensors of the trace and return different ones. Gradients would be garbage, as they are
+    with torch on one device.
     """
     if is_tracing() or not isinstance(joint_graph, GraphModule):
         return joint_graph

@@ -24,8 +24,8 @@ class Collectives:
         self._exchange, self._group = exchange, ring.group
 
     def offer(self, key: Tensor, value: Tensor) -> Pairs:
-        """Where to put this rank's keys and values of a group, in addition to the buffer, so that
-        other ranks get them; on the current stream."""
+        """The places, in addition to the buffer, where this rank's keys and values of a group must
+        be copied so that other ranks get them; on the current stream."""
         return []
 
     def fetch(self, buffer: Tensor) -> None:
@@ -34,7 +34,7 @@ class Collectives:
 
     def put_aside(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
         """Save what :meth:`give` needs of ``parts``, the gradients of a group's keys of all
-        positions, because it does not read these; on the current stream."""
+        positions, because :meth:`give` does not read ``parts``; on the current stream."""
         exchange = self._exchange
         rows, sums = kept_wide(exchange, parts, grads)
         shares = exchange.shares[exchange.rank]
@@ -54,7 +54,7 @@ def kept_wide(
     exchange: Exchange, parts: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The parts as rows, and wide sums ``(lanes, L, B / lanes, H, D)`` that start with this rank's
-    own shares, to which those of takers are added."""
+    own shares. The takers' shares are added to them later."""
     lanes = exchange.keys.lanes
     rows = [rows_of(x, lanes) for x in parts]
     sums = []
@@ -68,6 +68,6 @@ def kept_wide(
 
 
 def finish_wide(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Round the sums."""
+    """Round the sums into ``grads``."""
     for grad, total in zip(grads, sums, strict=True):
         grad.copy_(split_rows(total, [grad.size(3)])[0])

@@ -14,7 +14,7 @@ from cp_dispatch.flex.own_rows import note_order
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.permute import span_indices
 
-# Elements of the dense mask that exist at a time.
+# The most elements of the dense mask that exist at a time.
 _AT_ONCE = 2**26
 
 
@@ -83,7 +83,8 @@ def create_cp_block_mask(
 
 
 def _tables(mask_mod, B, H, place: Tensor, keys: int, q_block: int, kv_block: int):
-    """``(B, H, blocks of rows, blocks of keys)`` bool: blocks with some pair, and with all."""
+    """``(B, H, blocks of rows, blocks of keys)`` bool tables: blocks with at least one pair that
+    attends, and blocks in which all do."""
     rows = place.size(1)
 
     def mod(b, h, row, kv_idx):

@@ -46,8 +46,8 @@ class Blocks(NamedTuple):
 
 
 class Touched(NamedTuple):
-    """For each lane and block of a rank's rows: the user's query blocks that it covers, the first
-    one repeated up to the same number for all; and whether the block has all its rows."""
+    """For each lane and block of a rank's rows: the user's query blocks that it covers (the first
+    one is repeated, so that all have the same number), and whether the block has all its rows."""
 
     blocks: tuple[tuple[tuple[int, ...], ...], ...]
     complete: tuple[bool, ...]
@@ -156,12 +156,12 @@ def _rows(table: Tensor, index: Tensor) -> Tensor:
 
 
 def _of_lanes(table: Tensor, lanes: int) -> Tensor:
-    """With a batch row for each lane, if there are several."""
+    """The tensor with one batch row for each lane, if there are several."""
     return table.expand(lanes, *table.shape[1:]) if lanes > 1 else table
 
 
 def of_tables(partial: Tensor, full: Tensor | None) -> Blocks:
-    """Both directions of a mask from its tables ``(B, H, R, C)``."""
+    """The lists of both directions of a mask, from its tables ``(B, H, R, C)``."""
     kv, q = lists(partial), lists(partial.transpose(2, 3))
     if full is None:
         return Blocks(*kv, None, None, *q, None, None)
@@ -170,7 +170,7 @@ def of_tables(partial: Tensor, full: Tensor | None) -> Blocks:
 
 # -- All tensors in one, which an op can return -------------------------------------------------
 
-_ALIGNED = 4  # elements: 16 bytes, as kernels like to load
+_ALIGNED = 4  # elements: 16 bytes, which kernels load efficiently
 
 
 def packed_shapes(batch, heads, rows, columns, has_full: bool) -> list[tuple | None]:
@@ -182,7 +182,7 @@ def packed_shapes(batch, heads, rows, columns, has_full: bool) -> list[tuple | N
 
 
 def packed_size(shapes) -> int:
-    """Elements of what :func:`pack` makes of fields of these shapes."""
+    """The number of elements that :func:`pack` returns for fields of these shapes."""
     return sum(_padded(shape) for shape in shapes if shape is not None)
 
 
@@ -199,7 +199,7 @@ def pack(blocks: Blocks) -> Tensor:
 
 
 def unpack(packed: Tensor, shapes) -> list[Tensor | None]:
-    """Views of what :func:`pack` made, and of what was put after it."""
+    """Views of the fields that :func:`pack` packed, and of what was appended to them."""
     fields, start = [], 0
     for shape in shapes:
         if shape is None:

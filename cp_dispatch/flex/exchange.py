@@ -48,7 +48,7 @@ class Exchange:
         self._home = _Place(table[rank][rank], device)
         self._to = [_Place(table[rank][taker], device) for taker in ranks]
         self._of = [_Place(table[owner][rank], device) for owner in ranks]
-        # By the distance from owner to taker: the most rows of a pair of ranks.
+        # For each distance from owner to taker, the most rows of any such pair of ranks.
         self._most = [
             max(table[owner][(owner + distance) % len(ranks)].rows for owner in ranks)
             for distance in ranks
@@ -58,7 +58,8 @@ class Exchange:
         self._offer = Selector(self.offered[rank].spans, device)
         self.gathers = pays_to_gather(needs, keys)
         self._in_place = keys.lanes == 1 and not keys.layout
-        # What it needs of others, owner after owner, and of what the sums of its own rows are made.
+        # The rows that this rank needs from others, owner after owner, and the sources of the sums
+        # for its own rows.
         shares = [span for owner in self._others for span in table[owner][rank].places]
         self._shares = Selector(tuple(shares), device)
         self.sums = None if keys.lanes > 1 else Sums(table[rank], rank, keys.rows(rank), device)
@@ -70,23 +71,25 @@ class Exchange:
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients of this rank's rows come from other ranks too."""
+        """Whether gradients for this rank's rows also come from other ranks."""
         takers = (place for rank, place in enumerate(self._to) if rank != self.rank)
         return any(place.rows for place in takers)
 
     @functools.cached_property
     def packs(self) -> bool:
-        """As :func:`~cp_dispatch.flex.needs.packs`, of all heads at once."""
+        """As :func:`~cp_dispatch.flex.needs.packs`, for all heads at once."""
         return self.keys.lanes == 1 and packs(self.table, self.rank)
 
     @functools.cached_property
     def most_runs(self) -> tuple[int, int]:
-        """As :func:`~cp_dispatch.flex.needs.most_runs`: of all heads at once, and of groups."""
+        """As :func:`~cp_dispatch.flex.needs.most_runs`: for all heads at once, and for groups of
+        heads."""
         return most_runs(self.table, self.keys.lanes == 1), most_runs(self.table, False)
 
     @functools.cached_property
     def shares(self) -> list[list[int]]:
-        """``[taker][owner]``: of how many of another's rows the taker has shares of gradients."""
+        """``[taker][owner]``: the number of the owner's rows for which the taker, another rank, has
+        shares of gradients."""
         ranks = range(self.keys.world_size)
         return [[0 if o == t else self.table[o][t].rows for o in ranks] for t in ranks]
 
@@ -109,7 +112,8 @@ class Exchange:
         ]
 
     def offer(self, rooms: Sequence[Tensor], shards: Sequence[Tensor]) -> Pairs:
-        """Where rows of this rank's ``shards`` (B, H, L, D) go in ``rooms`` (B, H, rows, D)."""
+        """The rows of this rank's ``shards`` (B, H, L, D) that it offers, with their places in
+        ``rooms`` (B, H, rows, D)."""
         if self.keys.lanes > 1:
             return list(zip(rooms, shards, strict=True))
         return [
@@ -119,7 +123,8 @@ class Exchange:
         ]
 
     def unpacked(self, packed: Tensor, buffer: Tensor) -> Pairs:
-        """The places of packed rows of others, owner after owner, and they."""
+        """The places in ``buffer`` for packed rows of other ranks, owner after owner, with these
+        rows."""
         return list(self._shares.parts(buffer.flatten(2).flatten(0, 1), packed))
 
     def fetch(self, group, buffer: Tensor) -> None:
@@ -146,11 +151,11 @@ class Exchange:
                 self._all[owner].put(into, rows)
 
     def bring_back(self, group, parts: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        """Sums of the ``parts`` (places, n) that ranks computed, into ``shards`` (rows, n) of the
-        owners; both lists hold dK and dV."""
+        """Sum the ``parts`` (places, n) that the ranks computed into ``shards`` (rows, n) of the
+        owners. Both lists hold dK and dV."""
         self.keep(parts, shards)
         size = parts[0].element_size()
-        # Few rows go together, many one tensor after the other.
+        # Few rows are sent together, many one tensor after the other.
         together = [list(range(len(parts)))]
         if self._bytes(sum(part.size(1) for part in parts) * size) > _AT_ONCE:
             together = [[i] for i in range(len(parts))]
@@ -182,8 +187,8 @@ class Exchange:
     # -- Shares of gradients, staged owner after owner ------------------------------------------
 
     def stage(self, parts: Sequence[Tensor], staged: Tensor) -> Pairs:
-        """Where this rank's shares of ``parts`` (positions, ...) go in ``staged`` (rows, n), one
-        part beside the other, for :func:`copy_all`."""
+        """This rank's shares of ``parts`` (positions, ...), with their places in ``staged`` (rows,
+        n), one part next to the other, for :func:`copy_all`."""
         widths = [math.prod(part.shape[1:]) for part in parts]
         pairs: Pairs = []
         for part, into in zip(parts, staged.split(widths, 1), strict=True):
@@ -191,7 +196,7 @@ class Exchange:
         return pairs
 
     def give(self, group, staged: Tensor, shards: Sequence[Tensor]) -> None:
-        """Send staged shares to their owners, and add those of this rank's rows to its shards."""
+        """Send staged shares to their owners, and add the received shares to this rank's shards."""
         if not any(self._most[1:]):
             return
         incoming = [shares[self.rank] for shares in self.shares]
@@ -204,7 +209,7 @@ class Exchange:
         return [rank for rank in range(self.keys.world_size) if rank != self.rank]
 
     def _swap(self, group, outgoing: dict[int, Tensor], incoming: dict[int, int]):
-        """Send rows to ranks and receive this many rows from ranks, in ascending order."""
+        """Send rows to ranks, and receive this many rows from ranks, both in ascending order."""
         size, like = self.keys.world_size, next(iter(outgoing.values()))
         outgoing = {rank: outgoing[rank] for rank in sorted(outgoing)}
         incoming = {rank: incoming[rank] for rank in sorted(incoming)}
@@ -250,7 +255,8 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 
 
 class _Place:
-    """A move's rows: in the owner's shard, and in the buffer of all positions. Rows are dim 0."""
+    """The rows of a move: their places in the owner's shard, and in the buffer of all positions.
+    Rows are dim 0."""
 
     def __init__(self, move: Move, device: torch.device):
         self.rows = move.rows
@@ -258,7 +264,7 @@ class _Place:
         self._places = Selector(move.places, device)
 
     def taken(self, places: Tensor) -> Tensor:
-        """The rows as they lie among all."""
+        """The rows, taken from the buffer of all positions."""
         return self._places.take(places)
 
     def put(self, into: Tensor, rows: Tensor) -> None:

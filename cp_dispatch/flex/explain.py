@@ -129,8 +129,8 @@ def _torchs_refusals(call: FlexCall) -> Iterator[str]:
 
 
 def _moved(plan: FlexPlan, query: DTensor, runs: int) -> tuple[tuple[str, ...], bool]:
-    """What carries keys and gradients, in words, and whether all of them may be gathered where most
-    are needed."""
+    """What carries keys and gradients, in words, and whether all keys may be gathered if ranks need
+    most of them."""
     if plan.schedule == "ring" or plan.world_size == 1:
         return (), plan.schedule != "ring"
     if query.device_mesh.device_type != "cuda":

@@ -47,16 +47,18 @@ def _forget(number: int) -> None:
 
 
 class Arrivals:
-    """Transfers of keys and values to this rank, one group of heads after the other; for a
-    ``backward`` or a forward."""
+    """Transfers of keys and values to this rank, one group of heads after the other, for a forward
+    or (``backward``) a backward."""
 
     def __init__(self, ring: Ring, carrier, backward: bool):
-        # The carrier's indices are memory of the current stream, and may be held only here.
+        # The carrier's indices were allocated on the current stream, and this may be the only
+        # reference to them.
         self._ring, self.carrier, self.backward = ring, carrier, backward
         self._buffers, self._there = {}, {}
 
     def start(self, group: int, buffer: Tensor) -> None:
-        """Fill a buffer, which has this rank's own rows; its memory is the current stream's."""
+        """Start filling a buffer that already has this rank's own rows and was allocated on the
+        current stream."""
         with self._ring.after(self._ring.mark()):
             self.carrier.fetch(buffer)
             self._buffers[group] = buffer
@@ -91,7 +93,7 @@ class Returns:
         self.sent += 1
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """dK and dV, whole."""
+        """dK and dV of all heads, once they have arrived."""
         self._ring.wait(self._there)
         grads, self.grads, self._there = self.grads, None, None
         self._held.clear()

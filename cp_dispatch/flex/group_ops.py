@@ -20,9 +20,9 @@ from cp_dispatch.flex.rows import copy_all
 from cp_dispatch.flex.to_the_end import ToTheEnd, pulls_after
 from cp_dispatch.schedules.comm import Ring
 
-# key, value and the mask's arguments are as in ops.py, of all heads of this rank. groups: how many
-# there are; group: which one is meant. after: what has to be computed before, so that a graph
-# waits for keys no earlier than it must.
+# key, value and the mask's arguments are as in ops.py, for all heads of this rank. groups: the
+# number of groups; group: the index of one. after: what must be computed first, so that a graph
+# waits for keys no earlier than necessary.
 SCHEMAS = (
     f"flex_start(Tensor key, Tensor value, {MASK}, int groups, bool fill, bool backward) -> Tensor",
     f"flex_arrive(Tensor token, Tensor? after, Tensor key, Tensor value, {MASK}, int groups, "
@@ -30,13 +30,14 @@ SCHEMAS = (
     f"flex_give(Tensor? token, Tensor grad_key, Tensor grad_value, Tensor key, Tensor value, "
     f"{MASK}, int groups, int group) -> Tensor",
     f"flex_collect(Tensor token, Tensor key, Tensor value, {MASK}, int groups) -> (Tensor, Tensor)",
-    # Not all parts side by side in a new tensor: they would be held until the last one is there.
+    # Parts are not concatenated in a new tensor, because then all would be held until the last one
+    # is there.
     "flex_put(Tensor(a!) whole, Tensor part, int first) -> ()",
 )
 
 
 def _flex_start(key: Tensor, value: Tensor, *args) -> Tensor:
-    """Start bringing the keys of all groups; a token for them."""
+    """Start the transfer of the keys of all groups; returns a token for them."""
     *mask, groups, fill, backward = args
     job = MaskJob(*mask)
     check_rows(job, key)
@@ -107,12 +108,12 @@ def _flex_give(token, grad_key: Tensor, grad_value: Tensor, key, value, *args) -
 
 
 def _flex_put(whole: Tensor, part: Tensor, first: int) -> None:
-    """Write a group's rows to the heads from ``first`` on of all."""
+    """Write a group's rows to the heads of ``whole`` from ``first`` on."""
     whole.narrow(1, first, part.size(1)).copy_(part)
 
 
 def _flex_collect(token: Tensor, key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tensor]:
-    """dK and dV of this rank's keys, laid out like them, once all groups are there."""
+    """dK and dV of this rank's keys, with the keys' strides, once all groups have arrived."""
     return returns_of(token, args[-1]).take()
 
 

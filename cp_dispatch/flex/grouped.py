@@ -22,7 +22,8 @@ _OPS = torch.ops.cp_dispatch
 
 
 def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Tensor, ...]:
-    """Output, logsumexp and maximum of this rank's rows, as one kernel of all heads gives them."""
+    """Output, logsumexp and maximum of this rank's rows, as one kernel of all heads would return
+    them."""
     query = local_tensor(local.call.query)
     buffers = local.buffers()
     mask_mod = local.call.mask.mask_mod
@@ -105,13 +106,14 @@ def _part(result: Tensor | None, heads: Span) -> Tensor | None:
     if result is None:
         return None
     part = result.narrow(1, *heads)
-    # Kernels go by the strides of outputs, and take numbers by row to be dense.
+    # Kernels use the strides of the outputs, and assume that tensors with one number per row are
+    # dense.
     return part if part.ndim > 3 else part.contiguous()
 
 
 class _Joined:
-    """Results of one group of heads after the other, with the strides that one kernel of all heads
-    would be asked for: the order of memory of ``like``, so that they are written once."""
+    """The results of all groups of heads, with the strides that one kernel of all heads would have:
+    the memory order of ``like``. So each is written only once."""
 
     def __init__(self, like):
         self._like, self._whole, self._first = like, None, 0

@@ -8,9 +8,9 @@ kernel::
 
     side stream   | keys 0 | keys 1 | keys 2 | ...
     kernels                | heads 0        | heads 1        | ...
-                             (of a backward:)   shares 0 go home ...
+                             (in a backward:)   shares 0 sent back ...
 
-Only the first group's transfer is exposed, and in a backward the last group's transfer home. Heads
+Only the first group's transfer is exposed, and in a backward the last group's transfer back. Heads
 are independent, so nothing is merged: results are those of one kernel bit for bit, and no more
 bytes travel. All groups use the same kernel, apart from constants of the mods. A rank holds the
 keys of two groups at a time. The buffer that other ranks read has room for one group: the next one
@@ -30,23 +30,23 @@ from __future__ import annotations
 from cp_dispatch.layouts import Balancer, Span
 
 #: Query rows times heads of a group: 2,048 blocks of 128 rows, about 16 for each SM of an H100.
-#: Of a quarter as many, 4 groups of a causal mask took 3.3 ms where one kernel took 2.8, and 10.8
-#: where it took 10.4 with the backward (2 H200s, 8,192 tokens each, 32/8 heads, 2026-11-28).
+#: With a fourth of this, 4 groups of a causal mask took 3.3 ms instead of 2.8 with one kernel, and
+#: 10.8 instead of 10.4 with the backward (2 H200s, 8,192 tokens each, 32/8 heads, 2026-11-28).
 LEAST_ROWS = 2**18
-#: Bytes that a group brings from other ranks; NVLink takes 20 us for them.
+#: Bytes that a group fetches from other ranks; NVLink takes 20 us for them.
 LEAST_BYTES = 2**22
-#: The numbers of groups that are tried.
+#: The numbers of groups to try.
 COUNTS = (4, 2)
 
 
 def keys_travel(schedule: str, layout: Balancer | None, masked: bool) -> bool:
-    """Whether most keys are taken to go to most ranks."""
+    """Whether it is assumed that most keys go to most ranks."""
     scattered = layout is not None and not getattr(layout, "near", False)
     return schedule == "gather" or (schedule == "exchange" and (scattered or not masked))
 
 
 def count_groups(rows: int, heads: int, key_heads: int, bytes_to_come: int) -> int:
-    """How many groups, for so many query rows, query heads and key heads of a rank."""
+    """The number of groups for a rank with this many query rows, query heads and key heads."""
     for count in COUNTS:
         if (
             key_heads % count == 0

@@ -29,8 +29,14 @@ MAX_RUNS = 4
 
 
 class Window(NamedTuple):
-    """The key blocks of one owner: which ones, which of them are its own alone, the positions that
-    they are, run by run, and those that it owns."""
+    """The key blocks of one owner.
+
+    Attributes:
+        blocks: the indices of the blocks.
+        own: whether the owner owns the whole block.
+        runs: the positions of the blocks, run by run.
+        spans: the positions that the owner owns.
+    """
 
     blocks: tuple[int, ...]
     own: tuple[bool, ...]
@@ -43,7 +49,7 @@ class Window(NamedTuple):
 
     @property
     def pieces(self) -> Pieces:
-        """From keys of the window to positions."""
+        """The map from keys of the window to positions."""
         starts, offsets, at = [], [], 0
         for position, length in self.runs:
             starts.append(at)
@@ -52,7 +58,7 @@ class Window(NamedTuple):
         return Pieces(tuple(starts or [0]), tuple(offsets or [0]))
 
     def places(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-        """Where in the window positions lie."""
+        """The places of positions in the window."""
         found, at = [], 0
         for position, length in self.runs:
             for start, count in spans:
@@ -105,7 +111,7 @@ class Hop:
         self.is_idle = not any(table[owner][(owner + hop) % size].rows for owner in range(size))
 
     def bring(self, group, key: Tensor, value: Tensor, into: Tensor) -> None:
-        """The rows of the owner that this rank needs to their places in the window (rows, n)."""
+        """Bring the owner's rows that this rank needs to their places in the window (rows, n)."""
         if self.is_idle:
             return
         rows = pack_rows([key, value], 1).index_select(0, self._shard)
@@ -113,8 +119,8 @@ class Hop:
         into.index_copy_(0, self._places, came)
 
     def bring_back(self, group, grads: list[Tensor], into: list[Tensor]) -> None:
-        """Gradients (B, Hkv, window, D) of the owner's rows to the owner; those that the taker
-        computed of this rank's rows are added to ``into`` (rows, n)."""
+        """Send gradients (B, Hkv, window, D) of the owner's rows to the owner. Those that the taker
+        computed for this rank's rows are added to ``into`` (rows, n)."""
         if self.is_idle:
             return
         columns = [total.size(1) for total in into]

@@ -30,9 +30,9 @@ from cp_dispatch.flex import plain
 from cp_dispatch.flex.remember import never_mind, when_none_is_left
 from cp_dispatch.flex.rule import BACKWARD, FORWARD, rules
 
-_replaced: list[tuple] = []  # kernels that ours stand before
+_replaced: list[tuple] = []  # kernels that ours run in front of
 _rules_of_torch: list[torch.library.Library] = []  # with the rules of ordinary ops, while in use
-_traces = weakref.WeakSet()  # that need the rules
+_traces = weakref.WeakSet()  # traces that need the rules
 
 
 def install(current_options, plain_context, enabled) -> None:
@@ -69,7 +69,7 @@ def trace_is_done(trace) -> None:
 
 
 def remove() -> None:
-    """Remove the rules; that of the backward as soon as no forward needs it any more."""
+    """Remove the rules; the backward's rule is removed as soon as no forward needs it any more."""
     graph_results.remove()
     while _replaced:
         set_plain_kernel(FORWARD, *_replaced.pop())

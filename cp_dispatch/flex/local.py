@@ -46,12 +46,13 @@ class LocalFlex:
 
     @functools.cached_property
     def rank(self) -> int:
-        """Among those that share the sequence."""
+        """This rank's place among the ranks that share the sequence."""
         return rank_at([self._coordinate[dim] for dim in self.plan.mesh_dims], self.plan.ring_shape)
 
     @functools.cached_property
     def part(self) -> list[int]:
-        """First batch row and batch rows, first head and heads of this rank, global."""
+        """This rank's first batch row, number of batch rows, first head and number of heads, all
+        global."""
         query = self.call.query
         mesh, part = query.device_mesh, []
         for tensor_dim in (0, 1):
@@ -73,14 +74,14 @@ class LocalFlex:
     @functools.cached_property
     def queries(self) -> Ownership:
         layout = self.plan.layout
-        # Also of a single batch row: it lies as its own row of the layout says.
+        # Also for a single batch row, whose order is its own row of the layout.
         own = layout is not None and layout.rows > 1
         batch = lanes_of(*self.part[:2]) if own else None
         return ownership(int(self.plan.query_length), self.plan.ring_shape, self.layout, batch)
 
     @once
     def group_name(self) -> str:
-        # Where no keys move, ranks without rows would not come to make a group with the others.
+        # If no keys move, ranks without rows would not take part in creating the group.
         if not self._moves_keys:
             return ""
         return ring_group_name(self.call.query.device_mesh, self.plan.mesh_dims)
@@ -91,12 +92,12 @@ class LocalFlex:
 
     @property
     def rings(self) -> bool:
-        """Whether keys come owner by owner (:mod:`cp_dispatch.flex.ring`)."""
+        """Whether keys arrive owner by owner (:mod:`cp_dispatch.flex.ring`)."""
         return self.plan.schedule == "ring" and self.plan.world_size > 1
 
     @property
     def is_grouped(self) -> bool:
-        """Whether keys come by groups of heads (:mod:`cp_dispatch.flex.grouped`)."""
+        """Whether keys arrive by groups of heads (:mod:`cp_dispatch.flex.grouped`)."""
         return self._moves_keys and self.plan.groups > 1
 
     @property
@@ -113,7 +114,7 @@ class LocalFlex:
     @functools.cached_property
     def has_local_rows(self) -> bool:
         """Whether the mask holds only this rank's rows (:func:`create_cp_block_mask`)."""
-        if not is_tracing():  # else ops check it when the graph runs
+        if not is_tracing():  # in a trace, ops check it when the graph runs
             check_order(self.call.mask.lists.kv_num, self.queries)
         rows, whole, own = self._block_rows
         if rows == whole or self.plan.world_size == 1:
@@ -144,8 +145,9 @@ class LocalFlex:
         )  # fmt: skip
 
     def mask(self, mask_mod, hop: int = -1, heads: Span | None = None) -> tuple:
-        """The block mask of this rank's rows for the higher-order op; at a hop, for the owner's
-        window of keys; with ``heads``, for these alone, counted from this rank's first."""
+        """The block mask of this rank's rows for the higher-order op. At a hop it is for the
+        owner's window of keys. With ``heads`` it is for these heads alone, counted from this rank's
+        first."""
         mask, rows = self.call.mask, local_tensor(self.call.query).shape[2]
         blocks = self._whole_blocks if hop < 0 else self._cut(hop)[0]
         if heads is not None and blocks.kv_num.size(1) > 1:
@@ -185,7 +187,8 @@ class LocalFlex:
         return Blocks(*tensors)
 
     def _cut(self, hop: int) -> tuple[Blocks, Tensor | None]:
-        """The lists, and with those of all keys the table of the mods, if they take one."""
+        """The lists of blocks. Those of all keys come with the table of positions, if the mods take
+        one."""
         lists, order = self.call.mask.lists, hop < 0 and self.place.table_lanes > 0
         packed = _OPS.flex_cut(*self.mask_arguments, hop, order)
         batch, heads = lists.kv_num.shape[:2]
@@ -223,11 +226,11 @@ class LocalFlex:
         return Listed(self.call.mask.block_size, batch > 1, heads > 1, self.has_local_rows)
 
     def place_of(self, heads: Span) -> Place:
-        """:attr:`place` of some heads, counted from this rank's first."""
+        """As :attr:`place`, for some heads, counted from this rank's first."""
         return dataclasses.replace(self.place, first_head=self.part[2] + heads.position)
 
     def place_at(self, hop: int) -> Place:
-        """:attr:`place` with the keys of a hop."""
+        """As :attr:`place`, for the keys of a hop."""
         window = self.window(hop)
         owned = None if all(window.own) else window.spans
         return dataclasses.replace(self.place, keys=window.pieces, owned=owned)
@@ -243,7 +246,8 @@ class LocalFlex:
         return table if self.place.table_lanes > 1 else table[0]
 
     def buffers(self) -> tuple[tuple, tuple]:
-        """The captured buffers of :attr:`place`'s mods: of ``score_mod`` and of ``mask_mod``."""
+        """The captured buffers of :attr:`place`'s mods: those of ``score_mod``, and those of
+        ``mask_mod``."""
         of_score, of_mask = (
             self.place.buffers(captured.for_kernel(given, self.plan, self.part), self._table)
             for given in (self.call.score_buffers, self.call.mask_buffers)
@@ -266,7 +270,7 @@ class LocalFlex:
         return key, value
 
     def keys(self, backward: bool, waited=()) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions, as far as this rank's rows compute them."""
+        """Keys and values of all positions, as far as this rank's rows need them."""
         key, value = self.own_keys(waited)
         if not self._moves_keys:
             return key, value
@@ -291,13 +295,13 @@ class LocalFlex:
 
     @property
     def key_shares(self) -> bool:
-        """Whether gradients of the keys are shares of ranks that all have them."""
+        """Whether each rank has all keys, and the gradients of the keys are its share."""
         return self.plan.schedule == "replicated_keys" and self.plan.world_size > 1
 
 
 def apart(tensors) -> list[Tensor | None]:
-    """Views of one buffer; copies for inductor's kernel for CPU, which supports neither two
-    arguments from one buffer nor a view with an offset."""
+    """Returns the given views of one buffer, or copies for inductor's CPU kernel, which supports
+    neither two arguments from one buffer nor a view with an offset."""
     given = [x for x in tensors if x is not None]
     if given[0].device.type == "cpu" and compiles_for_inductor():
         given = _OPS.flex_apart(given)

@@ -26,7 +26,8 @@ def key_of(arguments: Sequence) -> tuple:
     """A key of the shared arguments, as ops get them, that distinguishes calls with the same mask
     tensors."""
     _, _, _, _, queries, keys, blocks, part, ring_shape, *rest = arguments
-    # Flat, which is fast to make and look up; all but the ring's shape have a fixed length.
+    # A flat tuple, which is fast to create and look up; all but the ring's shape have a fixed
+    # length.
     return (queries, keys, *blocks, *part, *ring_shape, *rest)
 
 
@@ -41,7 +42,7 @@ def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchan
         return job.new_exchange(device)
 
     local_rows, whole = arguments[-2:]
-    if local_rows and whole:  # kept for all masks
+    if local_rows and whole:  # cached for all masks
         MaskJob(*arguments).check_order()
     return kept.get(() if whole else arguments[:4], (key_of(arguments), device, "exchange"), make)
 
@@ -95,7 +96,7 @@ class MaskJob:
 
     def _owned(self, length: int) -> Ownership:
         first, batch, *_ = self.part
-        # Also a single batch row lies as its own row of the layout says.
+        # Also for a single batch row, whose order is its own row of the layout.
         own = self.layout and from_text(self.layout).rows > 1
         lanes = lanes_of(int(first), int(batch)) if own else None
         return ownership(int(length), tuple(self.ring_shape), self.layout, lanes)
@@ -137,7 +138,7 @@ class MaskJob:
         return window(self.keys, owner, self.blocks[1])
 
     def new_exchange(self, device: torch.device) -> Exchange:
-        """As :func:`exchange_of`, which keeps it."""
+        """As :func:`exchange_of`, which caches it."""
         return _exchange(self._find_needs(), self.keys, self.ring_rank, device)
 
     def check_order(self) -> None:
@@ -159,7 +160,7 @@ class MaskJob:
         return needs_.needs_of(tables, self.queries, self.keys, tuple(self.blocks))
 
     def _tables(self) -> Tensor:
-        """``(lanes, query blocks, key blocks)``: which ones are computed."""
+        """``(lanes, query blocks, key blocks)``: which blocks are computed."""
         mask = self.own_part()
         table = dense(mask.kv_num, mask.kv_indices, int(self.columns))
         if mask.full_kv_num is not None:

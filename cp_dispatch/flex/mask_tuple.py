@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from cp_dispatch.flex.cut import Blocks
 
-# What stands between the lists of blocks and the block sizes, if anything, is an order of writes
-# for one backend's deterministic backward (torch 2.13); it holds for the mask as it was given.
+# Between the lists of blocks and the block sizes there may be an order of writes for one backend's
+# deterministic backward (torch 2.13). It applies only to the mask as it was given.
 _LISTS = slice(2, 10)
 
 
@@ -42,18 +42,19 @@ class MaskTuple:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The lists of key blocks, from which the others follow."""
+        """The lists of key blocks, from which the other lists follow."""
         return self.given[2:6]
 
     def of_rows(self, rows, blocks: Blocks, mask_mod, keys=None) -> tuple:
-        """The tuple for some rows of queries and all keys, or so many."""
+        """The tuple for some query rows, and all keys or the given number of keys."""
         between = (None,) * (len(self.given) - 13)
         keys = self.given[1] if keys is None else keys
         return (rows, keys, *blocks, *between, *self.given[-3:-1], mask_mod)
 
 
 def no_mask(query: Tensor, key: Tensor) -> MaskTuple:
-    """One block that is all of the scores, as torch takes a call without a block mask."""
+    """One block that covers all scores, which is how torch represents a call without a block
+    mask."""
     ones = torch.ones((1, 1, 1), dtype=torch.int32)
     zeros = torch.zeros((1, 1, 1, 1), dtype=torch.int32)
     lists = ones, zeros, None, None, ones, zeros, None, None

@@ -21,15 +21,15 @@ from torch import Tensor
 from cp_dispatch.flex.cut import FULL, PARTIAL
 from cp_dispatch.layouts import Span
 
-# With more pieces than this a kernel reads positions from a table instead, which takes a backward
-# 7% longer (7 pieces, documents, H200).
+# With more pieces than this, a kernel reads positions from a table instead. That makes a backward
+# 7% slower (7 pieces, documents, H200).
 _MAX_PIECES = 16
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Maps local rows or keys to original positions, by adding ``offsets[i]`` from ``starts[i]``
-    on."""
+    """Maps local rows or keys to original positions: it adds ``offsets[i]`` to those from
+    ``starts[i]`` on."""
 
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -42,7 +42,7 @@ class Pieces:
 
 
 def pieces(spans: tuple[Span, ...]) -> Pieces | None:
-    """The map of a shard's rows, None where a table is better."""
+    """The map of a shard's rows; None if a table is better."""
     if len(spans) > _MAX_PIECES:
         return None
     starts, offsets, at = [], [], 0
@@ -59,10 +59,10 @@ class Listed:
 
     #: Rows and keys of a block.
     blocks: tuple[int, int]
-    #: Whether the table has a dim of batch rows and one of heads.
+    #: Whether the table has a batch dim, and a dim of heads.
     batch: bool = False
     heads: bool = False
-    #: Whether its rows of blocks are those of this rank's rows, not of all queries.
+    #: Whether its rows of blocks cover this rank's rows only, not all queries.
     local_rows: bool = False
 
     def table(self, listed: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Listed:
         return listed if self.batch else listed.select(0, 0)
 
     def __call__(self, seen, table: Tensor, b, h, row, q_idx, kv_idx):
-        """``seen`` where the lists leave the decision to the mod."""
+        """``seen`` in the blocks where the lists leave the decision to the mod."""
         rows, keys = self.blocks
         index = (b,) * self.batch + (h,) * self.heads
         kind = table[(*index, (row if self.local_rows else q_idx) // rows, kv_idx // keys)]
@@ -92,8 +92,8 @@ class Place:
     first_head: int = 0
     pieces: Pieces | None = None
     table_lanes: int = 0
-    #: In a window (see :mod:`cp_dispatch.flex.hops`): its keys to positions, and, where it has
-    #: keys that its owner has not, the positions that are the owner's.
+    #: In a window (see :mod:`cp_dispatch.flex.hops`): the map from its keys to positions, and, if
+    #: it has keys of other owners, the positions that belong to its owner.
     keys: Pieces | None = None
     owned: tuple[Span, ...] | None = None
     listed: Listed | None = None
@@ -162,7 +162,7 @@ class Place:
     def _true(self, b, h, row, kv_idx, buffers):
         if self.table_lanes:
             *buffers, table = buffers
-            # In int32 like all indices of a kernel.
+            # In int32, as all indices of a kernel are.
             q_idx = table[b, row] if self.table_lanes > 1 else table[row]
         else:
             q_idx = self.pieces(row) if self.pieces is not None else row

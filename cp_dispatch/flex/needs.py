@@ -19,7 +19,7 @@ from cp_dispatch.layouts.spans import append
 
 # If ranks need at least this share of all keys, all keys are gathered.
 _MOST = 0.75
-# So many copies between GPUs cost the host more than a launch.
+# This many copies between GPUs cost the host more than a launch.
 _WORTH_A_LAUNCH = 4
 
 #: ``[rank][lane]`` -> runs of needed positions, ascending.
@@ -48,7 +48,7 @@ def _index(queries: Ownership, rank: int, lane: int, block: int) -> list[int]:
 
 
 def runs(needed: torch.Tensor, block: int, keys: Ownership) -> tuple[Span, ...]:
-    """Runs of positions of the key blocks that ``needed`` (C,) names."""
+    """The runs of positions of the key blocks in ``needed`` (C,)."""
     spans = []
     for i in needed.nonzero().flatten().tolist():
         start = i * block
@@ -57,15 +57,15 @@ def runs(needed: torch.Tensor, block: int, keys: Ownership) -> tuple[Span, ...]:
 
 
 def everything(queries: Ownership, keys: Ownership) -> Needs:
-    """Every rank needs all keys."""
+    """The needs if every rank needs all keys."""
     whole = (Span(0, keys.length),) if keys.length else ()
     return ((whole,) * queries.lanes,) * queries.world_size
 
 
 @dataclass(frozen=True)
 class Move:
-    """The rows of an owner that another rank needs: where they lie in the owner's shard, and
-    their places among all positions. In both, lane after lane (see :class:`Ownership`)."""
+    """The rows of an owner that another rank needs: their places in the owner's shard, and among
+    all positions. Both go lane by lane (see :class:`Ownership`)."""
 
     owner: int
     taker: int
@@ -78,7 +78,8 @@ class Move:
 
     @functools.cached_property
     def pieces(self) -> list[tuple[int, int, int]]:
-        """Runs in both: where each begins in the shard and among all positions, and its length."""
+        """The runs in both orders: where each starts in the shard and among all positions, and its
+        length."""
         found = []
         places = [list(span) for span in reversed(self.places)]
         for start, length in self.shard:
@@ -99,7 +100,8 @@ Moves = tuple[tuple[Move, ...], ...]
 
 @functools.lru_cache(maxsize=256)
 def moves(needs: Needs, keys: Ownership) -> Moves:
-    """The moves between all ranks; from a rank to itself, the own rows that it uses."""
+    """The moves between all ranks. The move from a rank to itself is of the own rows that it
+    uses."""
     ranks = range(keys.world_size)
     return tuple(tuple(_move(owner, taker, needs, keys) for taker in ranks) for owner in ranks)
 
@@ -151,7 +153,7 @@ def most_runs(table: Moves, may_pack: bool) -> int:
 
 
 def rows_sent(needs: Needs, keys: Ownership, rank: int, may_gather: bool = True) -> int:
-    """Rows that ``rank`` sends to others in a forward."""
+    """The number of rows that ``rank`` sends to others in a forward."""
     if may_gather and pays_to_gather(needs, keys):
         return (keys.world_size - 1) * keys.lanes * keys.rows(rank)
     return sum(move.rows for move in moves(needs, keys)[rank] if move.taker != rank)

@@ -1,4 +1,5 @@
-"""The rows of its shard that an owner of keys offers to other ranks: those that some rank needs."""
+"""The rows of its shard that an owner of keys offers to other ranks: those that at least one rank
+needs."""
 
 from __future__ import annotations
 

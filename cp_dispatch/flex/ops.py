@@ -45,10 +45,10 @@ MASK = (
     "SymInt query_length, SymInt key_length, int[] blocks, SymInt[] part, "
     "int[] ring_shape, int ring_rank, str group_name, str layout, bool local_rows, bool whole"
 )
-# fill: places of keys that do not come hold zeros, for kernels that look at all of them.
-# hop: the keys of the rank so many places before alone, in their window; -1, all keys.
-# order: the true positions of this rank's rows come after the lists.
-# backward: tells the two calls of a graph apart, or torch would keep the first one's buffer.
+# fill: put zeros in the places of keys that are not sent, for kernels that read all of them.
+# hop: only the keys of the rank this many places before, in their window; -1 for all keys.
+# order: append the true positions of this rank's rows to the lists.
+# backward: distinguishes the two calls of a graph; otherwise torch would keep the first buffer.
 SCHEMAS = (
     f"flex_cut({MASK}, int hop, bool order) -> Tensor",
     f"flex_bring(Tensor key, Tensor value, {MASK}, bool fill, bool backward) -> Tensor",
@@ -78,7 +78,7 @@ def _flex_cut(*args) -> Tensor:
         table = _order(packed.device, job.layout, job.ring_rank, job.part)
         return torch.cat([packed, table.flatten()])
 
-    # A copy: what an op returns is the graph's, which may write over it.
+    # A copy, because the graph may overwrite what an op returns.
     return kept.get(mask[:4], (key_of(mask), hop, order, "cut"), make).clone()
 
 
@@ -92,15 +92,15 @@ def _flex_cut_fake(*args) -> Tensor:
 
 
 def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
-    """Keys and values side by side in true order, ``(lanes, positions, B / lanes, Hkv, D + Dv)``.
-    See Note [Rows in place]."""
+    """Keys and values side by side in natural order, ``(lanes, positions, B / lanes, Hkv, D +
+    Dv)``. See Note [Rows in place]."""
     mask, fill = args[:-2], args[-2]
     exchange = exchange_of(mask, key.device, lambda job: check_rows(job, key))
     group = _group_of(mask)
     way, box = find(exchange, group, key, value)
     if way is not None:
         before = box.pulls
-        try:  # no with: every call pays for it
+        try:  # not a with block, for which every call would pay
             return way.run(box, key, value, fill)
         except BaseException:
             finish(box, before)
@@ -141,7 +141,7 @@ def _flex_bring_fake(key, value, *args):
 
 
 def _flex_bring_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
-    """dK and dV of this rank's keys, laid out like them, summed over all ranks."""
+    """dK and dV of this rank's keys, with the keys' strides, summed over all ranks."""
     exchange = exchange_of(args, key.device, lambda job: check_rows(job, key))
     group = _group_of(args)
     tensors = grad_key, grad_value, key, value
@@ -208,8 +208,8 @@ def _flex_hop_fake(key, value, *args):
 
 
 def _flex_hop_back(grad_key, grad_value, key, value, *args) -> tuple[Tensor, Tensor]:
-    """What the rank that used this rank's keys at a hop adds to their gradients, wide,
-    ``(1, L, B, Hkv, D)``; takes the gradients of the keys that this rank used."""
+    """Send the gradients of the keys that this rank used at a hop to their owner. Returns the
+    shares for this rank's keys from the rank that used them, wide, ``(1, L, B, Hkv, D)``."""
     *mask, hop = args
     job = MaskJob(*mask)
     shares = tuple(x.zero_() for x in _hop_shares(key, value))
@@ -231,7 +231,7 @@ def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
 
 
 def _order(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
-    """The result of ``flex_order``; not to be written to."""
+    """The result of ``flex_order``; must not be written to."""
 
     def make() -> Tensor:
         balancer = from_text(layout)
@@ -247,8 +247,8 @@ def _order(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
 
 
 def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor:
-    """True positions of a rank's rows ``(lanes, rows)`` int32; of rank -1, where in the permuted
-    sequence each position lies; of rank -2, the inverse of that."""
+    """True positions of a rank's rows ``(lanes, rows)`` int32. For rank -1: the place of each
+    position in the permuted sequence. For rank -2: the inverse of that."""
     return _order(like.device, layout, ring_rank, part).clone()
 
 

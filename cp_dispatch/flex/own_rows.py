@@ -35,7 +35,7 @@ def check_order(kv_num: Tensor, queries: Ownership) -> None:
     version, made = _made.get(kv_num.untyped_storage(), (None, None))
     if made is None or kv_num.is_inference() or version != kv_num._version:
         return
-    # With the lanes of all batch rows, of which a rank may have only some.
+    # The lanes of all batch rows; a rank may have only some of them.
     wanted = ownership(queries.length, queries.ring_shape, queries.layout)
     if made != wanted and made.spans_of_all != wanted.spans_of_all:
         raise ContextParallelError(

@@ -53,7 +53,7 @@ def before(kernel, op, plain_context, enabled):
         if context is None or context.mesh.size() == 1:
             return kernel(*tensors, *arguments)
         if any(map(is_fake, tensors)):
-            if traced:  # torch makes its cache keys next, and they must differ between ranks
+            if traced:  # torch computes its cache keys next, and they must differ between ranks
                 note_group(ring_group_name(context.mesh, (0,)), context)
             return kernel(*tensors, *arguments)
         return _attend(context, op, enabled, tensors, *arguments)
@@ -78,7 +78,7 @@ def _attend(
         )
     if not context.order_is_known:
         _refuse(context, NO_ORDER)
-    # Ints, also in a trace: a graph is for one length.
+    # Ints, also in a trace, because a graph is for one length.
     lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))
     if reason := no_columns_of_all_keys(block_mask, lengths[1]):
         _refuse(context, reason)
@@ -115,7 +115,7 @@ def is_inside() -> bool:
 
 @contextlib.contextmanager
 def inside():
-    """Within it, calls on plain tensors are local calls of the rules, not calls on shards."""
+    """In this context, calls on plain tensors are local calls of the rules, not calls on shards."""
     before = is_inside()
     _thread.inside = True
     try:

@@ -3,7 +3,7 @@
 For the same mask an op gets tensors of the same shapes and strides again and again, and only makes
 a few launches. Apart from memory addresses, their arguments are the same each time: views, which
 are stored as numbers, indices of the exchange, and parts of rooms, which never move. A prepared
-call is about ten calls of torch, which is all that the host has time for beside short kernels.
+call is about ten calls of torch, which is all that the host has time for during short kernels.
 
 A *way* is a prepared op. ``keep_keys`` and ``keep_gradients`` run the op once on stand-ins without
 memory, and record its views of them; ``run`` makes the same views of a call's tensors, ``given`` in
@@ -34,20 +34,20 @@ from cp_dispatch.rows import copy_rows, sum_rows
 #: Ways per exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
 
-#: Bytes of a rank's keys and values (or gradients) from which on their copy takes longer than the
-#: host for one more launch.
+#: Bytes of a rank's keys and values (or gradients) above which their copy takes longer than the
+#: host needs for one more launch.
 LONG_COPY = 2**26
 
-#: The number of a tensor among those of a call, then size, strides and offset of a view of it.
+#: The index of a tensor among those of a call, then size, strides and offset of a view of it.
 View = tuple[int, tuple[int, ...], tuple[int, ...], int]
-#: Views, or parts of rooms as they are.
+#: Views, or parts of rooms themselves.
 Views = list[View | Tensor]
 #: Arguments of :func:`copy_rows`: views that are written to, views that are read, and the rest.
 Copies = list[tuple[Views, Views, Tensor | None, list[int], bool]]
 
 
 class _Way:
-    """What an op does for tensors of one kind in one group."""
+    """A prepared op for tensors of one kind in one group."""
 
     def __init__(self, group, box):
         self.group, self._box = group, weakref.ref(box)
@@ -60,7 +60,7 @@ class _Way:
 
 
 def find(exchange: Exchange, group, *tensors: Tensor):
-    """The way of tensors like these and its room; None, None where none is known."""
+    """The way for tensors like these, and its room; None, None if none is known."""
     found = exchange.ways.get(_kind(group, tensors))
     way = None if found is None else found()
     if way is None or way.group is not group:
@@ -79,7 +79,7 @@ def _keep(way: _Way, exchange: Exchange, *tensors: Tensor) -> None:
 
 
 def _kind(group, tensors: Sequence[Tensor]) -> tuple:
-    # The group itself, for names repeat after destroy_process_group, and in threads.
+    # The group object, because names repeat after destroy_process_group, and in threads.
     kind = [id(group)]
     for x in tensors:
         kind += (x.shape, x.stride(), x.dtype)
@@ -87,15 +87,16 @@ def _kind(group, tensors: Sequence[Tensor]) -> tuple:
 
 
 class KeysWay(_Way):
-    """What ``flex_bring`` does; views of key, value, buffer, and packed rows if there are some."""
+    """The prepared ``flex_bring``. Its views are of key, value, buffer, and packed rows if there
+    are any."""
 
     shape: tuple[int, ...]  # of the buffer
-    packed: tuple[int, ...]  # of the rows of others, where a kernel puts them in place; else empty
-    first: Copies  # until others may read this rank's room
-    meanwhile: Copies  # while theirs come
-    last: Copies  # once they are there
-    there: list[Tensor]  # what is read in others' rooms
-    places: Views  # where that goes
+    packed: tuple[int, ...]  # of others' rows, if a kernel puts them in place; else empty
+    first: Copies  # before others may read this rank's room
+    meanwhile: Copies  # while others' rows arrive
+    last: Copies  # after they have arrived
+    there: list[Tensor]  # the parts of others' rooms that are read
+    places: Views  # their targets
 
     def run(self, box, key: Tensor, value: Tensor, fill: bool) -> Tensor:
         """The buffer, as :meth:`PulledKeys.bring` fills it."""
@@ -132,7 +133,7 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     if key.nbytes + value.nbytes < LONG_COPY:
         found, first = _noted_copies([*offered, *own], given), max(1, len(copies(offered)))
         way.first, way.meanwhile = found[:first], found[first:]
-    else:  # own rows, for which nobody else waits, while those of others come
+    else:  # own rows, for which no other rank waits, while those of others arrive
         way.first, way.meanwhile = _noted_copies(offered, given), _noted_copies(own, given)
     way.last = [] if packed is None else _noted_copies(exchange.unpacked(packed, given[2]), given)
     way.places = _noted(places, given)
@@ -140,20 +141,20 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
 
 
 class GradientsWay(_Way):
-    """What ``flex_bring_back`` does; views of the kernel's dK and dV, of what came from others, and
-    of the sums, dK and dV of this rank's keys."""
+    """The prepared ``flex_bring_back``. Its views are of the kernel's dK and dV, of what came from
+    others, and of the sums, which are dK and dV of this rank's keys."""
 
     room: Tensor  # this rank's
-    there: list[Tensor]  # what is read in others' rooms
-    shapes: list[tuple[int, ...]]  # of what comes: a tensor from each rank, or all rows in one
-    staged: Copies  # until others may read this rank's room
-    own: Copies  # shares of own rows, while others' come
-    parts: Views  # of what the sums are made
+    there: list[Tensor]  # the parts of others' rooms that are read
+    shapes: list[tuple[int, ...]]  # of what arrives: a tensor from each rank, or one of all rows
+    staged: Copies  # before others may read this rank's room
+    own: Copies  # shares of own rows, while others' arrive
+    parts: Views  # the sources of the sums
     by_row: RowSums | None  # None: the parts are added in pieces
     add: Callable  # of parts, pieces and sums
     pieces: list[int]
-    # Row by row:
-    places: Views  # where what comes goes
+    # For sums row by row:
+    places: Views  # targets of what arrives
     sums: Views  # dK and dV
 
     def run(self, box, grad_key: Tensor, grad_value: Tensor, key, value) -> tuple[Tensor, Tensor]:
@@ -188,7 +189,7 @@ def keep_gradients(
     if not _alike([*pairs, *zip(of_keys, grads, strict=True)]):
         return
     way.by_row = exchange.sums.by_row
-    # Of many ranks few share rows with this one.
+    # Among many ranks, few share rows with this one.
     way.there = [rows for rows in there if rows.numel()]
     own: Pairs = []
     if way.by_row is None:
@@ -222,7 +223,7 @@ def _alike(pairs) -> bool:
 
 
 def _noted_copies(pairs: Pairs, given: Sequence[Tensor]) -> Copies:
-    """What :func:`_copy` takes for pairs of views of stand-ins."""
+    """The arguments of :func:`_copy` for pairs of views of stand-ins."""
     found = []
     for targets, sources, index, scatter in copies(pairs):
         views = _noted(targets, given), _noted(sources, given)

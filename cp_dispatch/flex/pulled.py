@@ -26,8 +26,8 @@ from cp_dispatch.parts import add_up
 from cp_dispatch.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring
 
-#: A copy costs some microseconds; where a rank would need more than this, a collective moves rows,
-#: and kernels put them in place.
+#: A copy costs some microseconds. If a rank would need more copies than this, a collective moves
+#: the rows, and kernels put them in place.
 MOST_RUNS = 64
 # Views of rooms keep the exchange of a mask alive, and its indices on the GPU.
 MOST_VIEWS = 16
@@ -55,8 +55,8 @@ def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, gro
 
 
 def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> PulledGradients | None:
-    """What sums the gradients of all heads in one pass, None if that is not possible; the same on
-    all ranks."""
+    """The carrier that sums the gradients of all heads in one pass; None if that is not possible.
+    The same on all ranks."""
     if exchange.keys.lanes > 1:
         return None
     carrier = gradients_by(exchange, ring, key, value, 1)
@@ -64,7 +64,7 @@ def sums_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor) -> Pulle
 
 
 class _Room:
-    """A mailbox with rows for one group of heads at a time; ``box`` is None where there is none."""
+    """A mailbox with rows for one group of heads at a time; ``box`` is None if there is none."""
 
     def __init__(self, exchange, ring: Ring, name: str, key: Tensor, value: Tensor, groups, rows):
         batch, heads, _, dim = key.shape
@@ -82,20 +82,20 @@ class _Room:
 
 
 class _Pulled:
-    """``rows`` says how many there are in each rank's room: a number, or one for each owner."""
+    """``rows`` is the number of rows in each rank's room: one number, or one for each owner."""
 
     def __init__(self, exchange: Exchange, ring: Ring, room: _Room, rows, groups: int):
         self._exchange, self._room, self._rows, self._groups = exchange, room, rows, groups
         self.box, self._rank = room.box, ring.rank
         size = ring.world_size
-        # The nearest first, so that no two ranks read from one at a time.
+        # Nearest rank first, so that no two ranks read from the same rank at a time.
         self._peers = [(ring.rank + step) % size for step in range(1, size)]
         place = exchange, room.shape, room.dims, room.dtype, groups
         found = self.box.views.get(place)
         if found is None:
             self.box.forget_many(MOST_VIEWS)
             found = self.box.views[place] = self._views()
-        #: This rank's rows, and those of others that it reads.
+        #: This rank's rows, and the rows of others that it reads.
         self._own, self._there = found
 
 
@@ -154,13 +154,13 @@ class PulledKeys(_Pulled):
     def views_for(
         self, buffer: Tensor, packed: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Of all groups at once: this rank's room for keys and values, what it reads of others,
-        and where that goes."""
+        """For all groups at once: this rank's room for keys and values, the parts of others' rooms
+        that it reads, and their targets."""
         places = self._places(buffer) if packed is None else self._places_in(packed)
         return self._own, self._there, places
 
     def bring(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
-        """All groups at once to the buffer of a current stream that waits for them."""
+        """Bring the keys of all groups at once to ``buffer``; the current stream waits for them."""
         packed = self.packed(buffer)
         copy_all(self.offer(key, value) + self._exchange.own_places(key, value, buffer))
         _, there, places = self.views_for(buffer, packed)
@@ -201,7 +201,7 @@ class PulledGradients(_Pulled):
             self._exchange.add(dict(sorted(zip(self._peers, self._pull(), strict=True))), shards)
             finish_wide(aside, grads)
         elif sums.by_row is None:
-            # What lies in place is a part of its own sum.
+            # Gradients that are already in place are one of the parts of their own sum.
             add_up(grads, self.parts(*grads, grads, self._pull()), sums.places_in_place)
         else:
             (gathered,) = aside
@@ -222,8 +222,8 @@ class PulledGradients(_Pulled):
     def bring_back(
         self, grad_key: Tensor, grad_value: Tensor, grads: tuple[Tensor, Tensor]
     ) -> None:
-        """Write to ``grads`` of this rank's keys ``(B, Hkv, L, D)`` what all ranks computed, in
-        ``(B, Hkv, positions, D)``; a single lane, and all groups at once. Rounded once."""
+        """Sum what all ranks computed, ``(B, Hkv, positions, D)``, into ``grads`` of this rank's
+        keys ``(B, Hkv, L, D)``; for a single lane, and all groups at once. Rounded once."""
         self.box.wait_for_readers()
         copy_all(self.shares_of(grad_key, grad_value))
         sums = self._exchange.sums
@@ -238,16 +238,17 @@ class PulledGradients(_Pulled):
 
     @property
     def views(self) -> tuple[Tensor, list[Tensor]]:
-        """Of all groups at once: this rank's room, and what it reads of others."""
+        """For all groups at once: this rank's room, and the parts of others' rooms that it
+        reads."""
         return self._own, self._there
 
     def shares_of(self, grad_key: Tensor, grad_value: Tensor) -> Pairs:
-        """Where shares of gradients of others' keys are staged, and they."""
+        """The shares of gradients of others' keys, with the places where they are staged."""
         parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
         return self._exchange.stage(parts, self._own)
 
     def parts(self, grad_key, grad_value, grads, came: list[Tensor]) -> tuple[list, list]:
-        """Of what dK and dV are the sums, with what came from the peers."""
+        """The parts whose sums are dK and dV; ``came`` holds those from the peers."""
         shares = self._exchange.sums.counts
         keys, values = [grad_key] * shares[self._rank], [grad_value] * shares[self._rank]
         for taker, rows in sorted(zip(self._peers, came, strict=True), key=lambda pair: pair[0]):
@@ -259,23 +260,23 @@ class PulledGradients(_Pulled):
     # -- The same row by row (:class:`~cp_dispatch.flex.sums.RowSums`) ------------------------
 
     def places(self, gathered: Tensor) -> list[Tensor]:
-        """Where what the peers computed goes."""
+        """The places for the shares that the peers computed."""
         by_row, there = self._exchange.sums.by_row, self._there
         pairs = zip(self._peers, there, strict=True)
         return [by_row.of(taker, gathered, rows.size(0)) for taker, rows in pairs]
 
     def own_into(self, gathered: Tensor, grad_key: Tensor, grad_value: Tensor) -> Pairs:
-        """Where what this rank computed of its own rows goes, and that."""
+        """This rank's shares for its own rows, with their places."""
         parts = [x.permute(2, 0, 1, 3) for x in (grad_key, grad_value)]
         columns = self._columns(gathered, (grad_key, grad_value))
         return self._exchange.sums.by_row.own_into(columns, parts)
 
     def rows_of(self, grads, gathered: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """dK and dV, row by row, and of what they are the sums."""
+        """dK and dV, row by row, and the parts that are summed."""
         return [x.permute(2, 0, 1, 3) for x in grads], self._columns(gathered, grads)
 
     def _columns(self, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-        """Rows of dK and dV side by side as ``(rows, B, Hkv, D)`` of each."""
+        """Splits rows that hold dK and dV side by side into ``(rows, B, Hkv, D)`` for each."""
         shapes = [(x.size(0), x.size(1), x.size(3)) for x in like]
         parts = rows.split([math.prod(shape) for shape in shapes], 1)
         return [x.view(x.size(0), *shape) for x, shape in zip(parts, shapes, strict=True)]

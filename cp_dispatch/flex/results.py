@@ -30,7 +30,7 @@ def not_before(results, *waited) -> list[Tensor]:
 
 
 def zeros_for(captured) -> Tensor | None:
-    """Zero gradients of what a mod captures, for a rank without rows."""
+    """Zero gradients of the tensors that a mod captures, for a rank without rows."""
     needs = isinstance(captured, Tensor) and captured.is_floating_point()
     return torch.zeros_like(captured) if needs else None
 
@@ -46,7 +46,7 @@ def no_gradients(tensors, captured, *waited) -> tuple[list[Tensor], list[Tensor 
 
 
 def placed_strides(shape, like) -> tuple:
-    """Strides of dense memory whose dims lie in the order that the strides ``like`` say, the last
+    """Strides of dense memory with its dims in the order that the strides ``like`` have, the last
     dim innermost."""
     outer = sorted(range(len(shape) - 1), key=lambda dim: (-like[dim], dim))
     strides, step = [1] * len(shape), 1
@@ -59,8 +59,8 @@ def placed_strides(shape, like) -> tuple:
 def wrap(local: Tensor, like: DTensor, placements=None) -> DTensor:
     """A result of this rank as a DTensor with the batch, heads and sequence of ``like``.
 
-    Memory lies in the order that the strides of ``like`` say: views of a DTensor are decided by
-    its global strides, and then made of the shard.
+    Its memory has the dims in the order of the strides of ``like``: whether a DTensor can be viewed
+    is decided by its global strides, and the view is then made of the shard.
     """
     shape = (*like.shape[:3], *local.shape[3:])
     order = like.stride() if local.ndim == 4 else sorted(like.stride()[:3], reverse=True)

@@ -23,7 +23,7 @@ _OPS = torch.ops.cp_dispatch
 def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Tensor, ...]:
     """Output in the query's dtype, logsumexp and maximum, both in base 2, of this rank's rows."""
     query = local_tensor(local.call.query)
-    # Hops are merged by it, whether or not the caller wants to see it.
+    # The logsumexp merges the hops, whether or not the caller needs it.
     kernel_options = kernel_options | {"OUTPUT_LOGSUMEXP": True}
     buffers, merged = local.buffers(), None
     for hop, (key, value) in _hops(local, backward=False):
@@ -38,11 +38,11 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
 
 
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Two partial results as one, the output wide: :func:`cp_dispatch.merge.merge_eager` in base 2
-    and without writing into anything, for graphs."""
+    """Merges two partial results, the output wide. Like :func:`cp_dispatch.merge.merge_eager`, but
+    in base 2 and without writing in place, for graphs."""
     (out_a, lse_a, max_a), (out_b, lse_b, max_b) = a, b
     top = torch.maximum(lse_a, lse_b)
-    # Where both saw nothing, any finite number does.
+    # If neither saw a key, any finite number will do.
     safe = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weight_a, weight_b = torch.exp2(lse_a - safe), torch.exp2(lse_b - safe)
     total = weight_a + weight_b
@@ -91,15 +91,16 @@ def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _hops(local: LocalFlex, backward: bool):
-    """``(hop, (keys, values))`` of every hop at which there is, or may be, something to compute; at
-    least the first."""
+    """``(hop, (keys, values))`` for every hop at which there is, or may be, something to compute;
+    the first hop is always among them."""
     key, value = (local_tensor(x) for x in (local.call.key, local.call.value))
     fill = local.must_fill
     job = None if is_tracing() else MaskJob(*local.mask_arguments)
     for hop in range(local.plan.world_size):
         if hop and job is not None and job.hop(hop, key.device).is_idle:
             continue
-        # A block on a border has rows that the owner has not: hidden, but multiplied by zero.
+        # A block on a border has rows that the owner does not own: they are hidden, but multiplied
+        # by zero.
         zeros = fill or not all(local.window(hop).own)
         buffer = _OPS.flex_hop(key, value, *local.mask_arguments, hop, zeros, backward)
         if backward:

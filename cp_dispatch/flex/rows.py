@@ -12,8 +12,8 @@ from cp_dispatch.rows import copy_rows
 
 
 class Copies(NamedTuple):
-    """Pairs that :func:`~cp_dispatch.rows.copy_rows` takes at a time; the index, if there is one,
-    is that of the targets (``scatter``) or of the sources."""
+    """Pairs for one call of :func:`~cp_dispatch.rows.copy_rows`. The index, if any, is that of the
+    targets (``scatter``) or of the sources."""
 
     targets: list[Tensor]
     sources: list[Tensor]
@@ -22,7 +22,7 @@ class Copies(NamedTuple):
 
 
 def copies(pairs: Pairs) -> list[Copies]:
-    """What is to be written, in as few launches as memory allows."""
+    """The copies for ``pairs``, in as few launches as memory allows."""
     found: dict[tuple, Copies] = {}
     for target, source in pairs:
         scatter, gather = isinstance(target, Indexed), isinstance(source, Indexed)
@@ -39,7 +39,7 @@ def copies(pairs: Pairs) -> list[Copies]:
 
 
 def copy_all(pairs: Pairs) -> None:
-    """Write every second of a pair to its first."""
+    """Copy the second of each pair to the first."""
     for targets, sources, index, scatter in copies(pairs):
         copy_rows(targets, sources, index, [0] * len(targets), scatter)
 
@@ -58,7 +58,7 @@ def pack_rows(tensors: Sequence[Tensor], lanes: int) -> Tensor:
 def split_rows(rows: Tensor, dims: Sequence[int]) -> list[Tensor]:
     """``(lanes, L, B / lanes, H, sum of D)`` as views ``(B, H, L, D)``."""
     lanes, length, per_lane, heads, dim = rows.shape
-    # One of the two is 1, so that the batch is a view.
+    # One of the two is 1, so the batch is a view.
     batch = rows.permute(0, 2, 3, 1, 4).view(lanes * per_lane, heads, length, dim)
     return list(batch.split(list(dims), dim=-1))
 

@@ -132,7 +132,7 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
         results = grouped.forward(local, FORWARD, score_mod, scale, kernel_options)
         return _wrapped(results, local)
     key, value = local.keys(backward=False)
-    # Of every rank, for the other ranks gather from it what is captured and sharded.
+    # On every rank, because the other ranks gather captured tensors that are sharded from it.
     query, buffers = local_tensor(call.query), local.buffers()
     if local.is_empty:
         results = not_before(_outlines(call), key, *buffers[0], *buffers[1])
@@ -154,8 +154,8 @@ def _wrapped(results, local: LocalFlex):
 
 @torch.no_grad()
 def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, kernel_options):
-    """dQ, dK, dV and the gradients of what ``score_mod`` captures, placed like what they are
-    gradients of."""
+    """dQ, dK, dV and the gradients of the tensors that ``score_mod`` captures, each placed like its
+    tensor."""
     if _is_outside(call):
         buffers = tuple(zeros_for(x) for x in call.score_buffers)
         return *(nothing(x, 4) for x in call.tensors.values()), buffers
@@ -213,7 +213,7 @@ def _backward_of_all(local: LocalFlex, results, score_mod, joint_graph, scale, k
 
 
 def _in_base_two(kernel_options: dict) -> bool:
-    """Whether the logsumexp is in base 2, as a ring takes it; one of torch's kernels differs."""
+    """Whether the logsumexp is in base 2, which a ring needs; one of torch's kernels differs."""
     return kernel_options.get("BACKEND") != "FLASH"
 
 
@@ -239,7 +239,7 @@ def _is_outside(call: FlexCall) -> bool:
 
 
 def _is_dynamos_look(query) -> bool:
-    """Whether this is dynamo's first look, which only asks for shapes, before there is a graph."""
+    """Whether this is dynamo's first call, which only asks for shapes, before there is a graph."""
     return isinstance(query, DTensor) and is_fake(local_tensor(query))
 
 

@@ -93,7 +93,7 @@ def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, un
             x.shape[seq_dim] if isinstance(x, DTensor) else length * mesh.size()
             for x, length in zip(given, own, strict=True)
         ]
-    if debug_is_on():  # ranks that refuse do not get to the exchange
+    if debug_is_on():  # ranks that refuse do not reach the exchange
         agree("flex_attention", "    lengths are told next", (), mesh)
     local = [0 if isinstance(x, DTensor) else n for x, n in zip(given, own, strict=True)]
     sent = torch.tensor(local, dtype=torch.int64, device=mesh.device_type)

@@ -23,9 +23,9 @@ MOST_STRETCHES, MOST_RUNS = 8, 32
 
 
 class Sums:
-    """What the rank and its takers ``moved``, of so many rows; a single lane.
+    """The sums for a rank with ``rows`` rows in a single lane; ``moved`` are the moves of its rows.
 
-    Takers come in ascending order, after the rank itself.
+    The rank itself comes first, then its takers in ascending order.
     """
 
     def __init__(self, moved: Sequence[Move], rank: int, rows: int, device: torch.device):
@@ -36,27 +36,27 @@ class Sums:
             for start, place, count in move.pieces:
                 places.append((start, count, place if move.taker == rank else at))
                 at += count
-        #: For each run of rows its place in the shard, its length and its own place, for
-        #: :func:`~cp_dispatch.parts.add_up`: the rank's own lie among all positions, those of a
-        #: taker one after the other in ascending order.
+        #: For each run of rows, its place in the shard, its length and its place in its source, for
+        #: :func:`~cp_dispatch.parts.add_up`. The rank's own rows are among all positions; a taker's
+        #: rows follow each other in ascending order.
         self.places = tuple(places)
-        #: The same where the rank's own rows lie in the shard already.
+        #: The same if the rank's own rows are already in the shard.
         self.places_in_place = (
             *((start, count, start) for start, _, count in takers[0].pieces),
             *self.places[len(takers[0].pieces) :],
         )
         self._own = takers[0].pieces
-        #: How many runs there are of each taker.
+        #: The number of runs of each taker.
         self.counts = {move.taker: len(move.pieces) for move in takers}
         edges = {0, rows}.union(*((start, start + count) for start, count, _ in self.places))
-        #: Where they are summed row by row.
+        #: Set if the runs are summed row by row.
         self.by_row: RowSums | None = None
         if len(edges) > MOST_STRETCHES + 1 or len(self.places) > MOST_RUNS:
             self.by_row = RowSums(takers, rows, device)
 
     def own_in_place(self, parts: Sequence[Tensor], grads: Sequence[Tensor]) -> Pairs:
-        """Where in this rank's ``grads`` (B, H, L, D) the rows go that it computed itself, and
-        those of ``parts`` (B, H, positions, D)."""
+        """The places in this rank's ``grads`` (B, H, L, D) of the rows that it computed itself,
+        with their values in ``parts`` (B, H, positions, D)."""
         return [
             (grad.narrow(2, start, count), part.narrow(2, place, count))
             for grad, part in zip(grads, parts, strict=True)
@@ -65,7 +65,7 @@ class Sums:
 
 
 class RowSums:
-    """Sums of one tensor that has the rank's own rows, then those of one taker after the other."""
+    """Sums over the rows of one tensor that holds the rank's own rows, then those of each taker."""
 
     def __init__(self, takers: Sequence[Move], rows: int, device: torch.device):
         own, *others = takers
@@ -78,7 +78,7 @@ class RowSums:
         into = [span_indices(move.shard) for move in takers]
         counts = torch.bincount(torch.cat(into), minlength=rows)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        # As a stable sort of all rows, in less time.
+        # The same as a stable sort of all rows, but faster.
         order, free, at = into[0].new_empty(self.rows), offsets[:-1].clone(), 0
         for index in into:
             places = free[index]
@@ -92,7 +92,8 @@ class RowSums:
         return gathered.narrow(0, self._starts[taker], count)
 
     def own_into(self, gathered: Sequence[Tensor], parts: Sequence[Tensor]) -> Pairs:
-        """Where this rank's own rows of ``parts`` (positions, ...) go in columns of the tensor."""
+        """This rank's own rows of ``parts`` (positions, ...), with their places in columns of the
+        tensor."""
         pairs: Pairs = []
         for into, part in zip(gathered, parts, strict=True):
             pairs += self._own.taken_into(into[: self._own_rows], part)

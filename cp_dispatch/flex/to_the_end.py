@@ -43,7 +43,7 @@ def finish(box: Mailbox, before: int, rest: Iterable[Mailbox | None] = ()) -> No
     try:
         if box.pulls == before:
             _flags_of(box)
-        else:  # its copies write to memory that may be freed now
+        else:  # the copies write to memory that may be freed now
             box.wait()
         for later in rest:
             if later is None:
@@ -58,8 +58,9 @@ def _flags_of(box: Mailbox) -> None:
 
 
 def pulls_after(groups: int, backward: bool, gradients: bool, group: int) -> list[bool]:
-    """Whether each pull after that of a group's keys, or gradients, is of gradients: in the order
-    of :mod:`cp_dispatch.flex.grouped`, where keys of the next group set off before a kernel."""
+    """For each pull after that of a group's keys, or gradients: whether it pulls gradients. The
+    order is that of :mod:`cp_dispatch.flex.grouped`, where the transfer of the next group's keys
+    starts before a kernel."""
     order = [(False, 0)]
     for i in range(groups):
         if i + 1 < groups:

@@ -117,7 +117,7 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
     def traced(self, *args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
             return original(self, *args, **kwargs)
-        # Called in eager mode, so there was a graph break inside.
+        # This runs in eager mode, so there was a graph break inside.
         return run(self, original, args, kwargs)
 
     skip_code(traced)
@@ -128,7 +128,7 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
                 raise ContextParallelError(_EXPORTED)
             return run(self, original, args, kwargs)
         if has_dtensor((args, kwargs)):
-            return run(self, original, args, kwargs)  # a graph break, for they need a block
+            return run(self, original, args, kwargs)  # a graph break, because they need a block
         places = find_inputs(type(self).__name__, names, args, kwargs)
         number, reason = _enter(style)
         if reason:

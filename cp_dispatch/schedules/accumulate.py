@@ -21,8 +21,8 @@ from cp_dispatch.merge import is_token_major, merge_partials, token_major
 
 @dataclass(eq=False)
 class _Source:
-    """Where partial results are: tensors ``(B, H, S, ...)`` whose first row is row ``start`` of
-    batch row ``row``, or of all of them for None."""
+    """Partial results: tensors ``(B, H, S, ...)`` whose first row is row ``start``, of batch row
+    ``row`` or of all batch rows for None."""
 
     tensors: tuple[Tensor, ...]
     start: int = 0
@@ -41,7 +41,8 @@ class _Source:
 
 @dataclass(eq=False)
 class _Segment:
-    """Rows ``[start, stop)`` of one batch row or all, with ``left`` partial results to come."""
+    """Rows ``[start, stop)`` of one batch row or of all, with ``left`` partial results still to
+    come."""
 
     row: int | None
     start: int
@@ -51,7 +52,7 @@ class _Segment:
 
 
 class _Accumulator:
-    """Subclasses say how two partial results become one and what a result's tensors are."""
+    """Subclasses define how two partial results are combined and which tensors a result has."""
 
     def __init__(self, batch: int, length: int, tiles: Sequence[Tile], dtype: torch.dtype):
         self._dtype = dtype
@@ -67,7 +68,7 @@ class _Accumulator:
                 for a, b in zip(edges, edges[1:], strict=False)
             ]
         self._covered = None in self._rows or len(self._rows) == batch
-        # With two partial results the one combination is the last.
+        # With two partial results there is only one combination, which is also the last.
         wide = [x for own in self._rows.values() for x in own if x.left > 2]
         self._wide_start = min((x.start for x in wide), default=0)
         self._wide_stop = max((x.stop for x in wide), default=0)
@@ -83,8 +84,8 @@ class _Accumulator:
             where = first.row, first.start, last.stop
             held, left = first.source, first.left - 1
             if held is None and left == 0 and tensors[0].size(2) < self._length:
-                # All that these rows get. Some rows alone are no result, and here, not in the end,
-                # their memory is the next kernel's.
+                # These rows get no other result. They are not the whole result, so they are copied
+                # out now rather than at the end: the next kernel can then reuse their memory.
                 target = self._target(None, final=True)
                 self._copy(given.view(*where), target.view(*where))
             elif held is None:
@@ -96,7 +97,7 @@ class _Accumulator:
                 segment.source, segment.left = target, left
 
     def _groups(self, row, start: int, stop: int) -> Iterator[list[_Segment]]:
-        """Segments of a window, neighbours with one history together."""
+        """Segments of a window; adjacent ones with the same history are grouped."""
         group: list[_Segment] = []
         for segment in self._rows[row]:
             if segment.start < start or segment.stop > stop:
@@ -111,7 +112,8 @@ class _Accumulator:
     def _target(self, held: _Source | None, final: bool) -> _Source:
         if final or self._wide_is_final():
             if self._final is None:
-                # Memory that a kernel gave all rows in serves, so that some rows are there already.
+                # If a kernel returned all rows, its memory becomes the result, so some rows are
+                # already in place.
                 is_whole = held is not None and held.row is None and self._spans_all(held.tensors)
                 self._final = held if is_whole else _Source(self._empty(self._dtype, self._length))
             return self._final
@@ -198,7 +200,7 @@ class OutputAccumulator(_Accumulator):
 
 
 class QueryGradient(_Accumulator):
-    """dQ of a shard's rows, the sum of the tiles' shares; in ``dtype`` or the query's."""
+    """dQ of a shard's rows, the sum of the tiles' shares; in ``dtype``, by default the query's."""
 
     def __init__(self, query: Tensor, tiles: Sequence[Tile], dtype: torch.dtype | None = None):
         super().__init__(query.size(0), query.size(2), tiles, dtype or query.dtype)

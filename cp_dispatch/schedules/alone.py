@@ -1,4 +1,5 @@
-"""The schedule of a sequence that a single rank holds: no transfers, results as kernels return."""
+"""The schedule of a sequence that one rank holds: no transfers, and results as kernels return
+them."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def backward(
     key_grad: bool,
     mask_grad: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`cp_dispatch.schedules.ring.backward`, with a geometry of one rank; dK and dV in the
-    kernel's dtype where one call gives all of them."""
+    """As :func:`cp_dispatch.schedules.ring.backward`, with a geometry of one rank. dK and dV are in
+    the kernel's dtype if one call returns all of them."""
     tiles = job.tiles(0, query)
     query_grad = QueryGradient(query, tiles)
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None

@@ -19,7 +19,7 @@ def forward_block(
     tiles: tuple[Tile, ...],
     result: OutputAccumulator,
 ) -> None:
-    """Merge into ``result`` what the rows see of one shard of keys."""
+    """Compute the rows with one shard of keys and merge the partial output into ``result``."""
     for tile in tiles:
         tile_query = _rows(query, tile)
         out, lse = job.backend.forward(
@@ -32,7 +32,7 @@ def forward_block(
             _dropout_factors(job, tile_query, tile),
         )
         result.add(out, lse, tile)
-        del out, lse  # the next kernel may have their memory
+        del out, lse  # so that the next kernel can reuse their memory
 
 
 def backward_block(
@@ -47,7 +47,7 @@ def backward_block(
     query_grad: QueryGradient,
     mask_grad: Tensor | None,
 ) -> list[KeyShare]:
-    """Add to dQ and the bias's gradient; return the shares of dK and dV."""
+    """Add to dQ and the bias's gradient; return this block's shares of dK and dV."""
     shares = []
     for tile in tiles:
         tile_query = _rows(query, tile)
@@ -93,7 +93,7 @@ def _window(tensor: Tensor, tile: Tile, start: int, length: int) -> Tensor:
 
 
 def _mask_index(job: Job, mask: Tensor, tile: Tile) -> tuple[slice | Tensor, ...]:
-    """Where the tile's part is in each dim of the mask; dims of 1 stay whole."""
+    """The index of the tile's part in each dim of the mask; dims of size 1 stay whole."""
     everything = slice(None)
     rows = columns = everything
     if mask.size(2) > 1 and job.own_rows:

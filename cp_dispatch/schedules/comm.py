@@ -59,15 +59,15 @@ class Ring:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.stream = _side_stream(device.index) if device.type == "cuda" else None
-        #: What this call has done with mailboxes (see :mod:`flags_alone`); the oldest go, where
-        #: nobody clears it.
+        #: The steps that this call has taken with mailboxes (see :mod:`flags_alone`); the oldest
+        #: are dropped if nothing clears it.
         self.steps: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STEPS)
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The group that carries the traffic."""
         group = self._group()
-        # Of a group that torch made in C++ nobody may hold the Python object.
+        # For a group that torch made in C++, the Python object may have been freed.
         return resolve_group(self._group_name) if group is None else group
 
     def mark(self) -> torch.cuda.Event | None:
@@ -83,7 +83,7 @@ class Ring:
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None):
-        """Within it, copies and shifts wait only for the work before ``mark``."""
+        """Inside this context, copies and shifts wait only for the work before ``mark``."""
         if mark is None:
             yield
             return
@@ -92,12 +92,12 @@ class Ring:
                 self.stream.wait_event(mark)
                 yield
         except BaseException:
-            # Work that was queued there may use memory that is freed now.
+            # Work queued on the side stream may use memory that is freed now.
             self._current_stream().wait_stream(self.stream)
             raise
 
     def _current_stream(self) -> torch.cuda.Stream:
-        # Of the tensors' device: where nobody called set_device, another one is the current one.
+        # The tensors' device, which is not the current one if set_device was not called.
         return torch.cuda.current_stream(self.stream.device)
 
     def shift(self, send: Tensor, receive: Tensor) -> dist.Work:
@@ -125,20 +125,20 @@ class Ring:
         )
 
     def start_all_gather(self, send: Tensor, receive: Tensor) -> dist.Work:
-        """Start gathering the flat ``send`` of all ranks, one after the other, in ``receive``."""
+        """Start gathering the flat ``send`` of all ranks into ``receive``, one after the other."""
         return all_gather_single(receive, send, group=self.group, async_op=True)
 
     def exchange_all(
         self, send: Tensor, sizes: list[int], receive: Tensor, coming: list[int]
     ) -> dist.Work:
-        """Start sending ``sizes[r]`` elements of the flat ``send`` to every rank r, while
-        ``coming[r]`` come from it, in the order of the ranks. As :meth:`shift`."""
+        """Start sending ``sizes[r]`` elements of the flat ``send`` to each rank r, and receiving
+        ``coming[r]`` elements from it, in the order of the ranks. As :meth:`shift`."""
         sizes, coming = ([n * send.itemsize for n in x] for x in (sizes, coming))
         return self._all_to_all(send.view(torch.uint8), receive.view(torch.uint8), sizes, coming)
 
     @property
     def may_push(self) -> bool:
-        """Whether there may be mailboxes."""
+        """Whether this ring can have mailboxes."""
         return self.stream is not None
 
     def mailbox(self, name: str, size: int) -> Mailbox | None:
@@ -146,7 +146,7 @@ class Ring:
         return mailbox(self.group, self.stream, name, size, self.steps)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, of one shape, stacked in a new first dim."""
+        """The tensors of all ranks, which have the same shape, stacked in a new first dim."""
         gathered = tensor.new_empty((self.world_size, *tensor.shape))
         all_gather_single(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
         return gathered
@@ -188,7 +188,7 @@ class SubRing(Ring):
             spread.append(everyone)
         return self._whole._all_to_all(send, receive, *spread)
 
-    #: Not every rank of the group would ask for the same mailbox.
+    #: False, because not every rank of the group would request the same mailbox.
     may_push = False
 
     def mailbox(self, name: str, size: int) -> None:
@@ -212,7 +212,7 @@ def _communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Proces
     used from two streams, ours and that of a user's collective, can deadlock, and a hop must not
     queue behind the kernels that it should overlap with.
     """
-    # Also where it is one of several, as ``init_process_group()`` without a backend has it.
+    # Also if NCCL is one of several backends, as with ``init_process_group()`` without a backend.
     if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group).split(","):
         return group
     known = _ring_groups.get(group.group_name)

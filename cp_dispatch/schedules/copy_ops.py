@@ -14,33 +14,37 @@ from torch import Tensor
 
 from cp_dispatch import extension as _extension  # noqa: F401  loads the kernels
 
-#: Bytes: where tensors start in a room.
+#: Alignment of tensors in a room, in bytes.
 GRAIN = 256
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
-# ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, flags are addresses
-# of int32 of any GPU. Only ever called inside of ops. Pushes with CURRENT for a stream take the
-# current one, which has nothing else to do meanwhile: copies and flags are a kernel.
+# ``here`` is this GPU's room, ``stream`` the handle of the stream that copies, and flags are
+# addresses of int32 on any GPU. These are only called inside other ops. A push with CURRENT as
+# stream uses the current stream, for when nothing can overlap; copies and flags are then one
+# kernel.
 CURRENT = -1
 for _schema in (
-    # After what the current stream has queued, put 1 in each flag.
+    # After the work queued on the current stream, write 1 to each flag.
     "raise_flags(Tensor here, int[] flags, int stream) -> ()",
-    # If the side waits, after what the current stream has queued: put 1 in flags, wait until each
-    # of the next is 1 and put 0 there, copy tensors (B, ...) whose batch rows are contiguous, put 1
-    # in flags and take others. If asked for, let the current stream wait for all that.
+    # If ``side_waits``, first wait for the work queued on the current stream. Write 1 to the flags
+    # of ``raise_first``; wait until each of ``take_first`` is 1 and reset it to 0; copy tensors (B,
+    # ...) whose batch rows are contiguous; raise ``raise_then``; take ``take_last``. If
+    # ``then_wait``, make the current stream wait for all of that.
     "push_slabs(Tensor(a!)[] targets, Tensor[] sources, Tensor here, int[] raise_first,"
     " int[] take_first, int[] raise_then, int[] take_last, int stream, bool side_waits,"
     " bool then_wait=False) -> ()",
-    # The same with rows of sources (B, S, ...); for each copy what ``Mailbox.move`` gives.
+    # The same for rows of sources (B, S, ...); each copy has the numbers that ``Mailbox.move``
+    # returns.
     "push_rows(Tensor[] sources, Tensor here, int[] moves, int[] raise_first, int[] take_first,"
     " int[] raise_then, int[] take_last, int stream, bool side_waits, bool then_wait=False) -> ()",
-    # push_rows of two sources (B, H, S, D), token-major, with CURRENT; ``numbers``, int64 on the
-    # host: how many moves and flags of each kind, and then they. Lists cost more than the launch.
+    # push_rows of two token-major sources (B, H, S, D), with CURRENT. ``numbers``, int64 on the
+    # host: how many moves and flags of each kind there are, then the moves and flags. Passing lists
+    # would cost more than the launch.
     "push_pair(Tensor first, Tensor second, Tensor here, Tensor numbers) -> ()",
-    # The same of sources that :func:`has_heads_in_rows`, or (B, H, S) with each head's rows in one
-    # piece; for each copy what ``Moves.numbers`` gives (:mod:`head_moves`).
+    # The same for sources for which :func:`has_heads_in_rows` holds, or (B, H, S) where each head's
+    # rows are contiguous; each copy has the numbers of ``Moves.numbers`` (:mod:`head_moves`).
     "push_heads(Tensor[] sources, Tensor here, Tensor numbers, int stream, bool then_wait) -> ()",
-    # Let the stream wait for the current one, or the other way round.
+    # Make the stream wait for the current one, or the reverse.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -54,7 +58,8 @@ join_streams = torch.ops.cp_dispatch.join_streams.default
 
 
 def numbers_of(*lists: Sequence[int]) -> Tensor:
-    """Moves and the four kinds of flags, as :data:`push_pair` and :data:`push_heads` take them."""
+    """Moves and the four kinds of flags, in the form for :data:`push_pair` and
+    :data:`push_heads`."""
     return torch.tensor([*map(len, lists), *itertools.chain(*lists)], dtype=torch.int64)
 
 
@@ -71,8 +76,8 @@ def aligned(size: int) -> int:
 
 
 def can_be_copied(rows: Tensor) -> bool:
-    """Whether ``(B, ...)`` can be copied without packing: batch rows are contiguous, do not
-    overlap, as those of an expanded tensor do, and are less than 2 GiB apart, as CUDA requires."""
+    """Whether ``(B, ...)`` can be copied without packing: batch rows are contiguous, do not overlap
+    (those of an expanded tensor do), and are less than 2 GiB apart, as CUDA requires."""
     if rows.size(0) < 2:
         return rows.is_contiguous()
     row, pitch = rows[0], rows.stride(0)

@@ -43,7 +43,7 @@ def finish(job: Job, method: Callable, tensors: Sequence[Tensor], *rest) -> None
             _replay(replace(job, ring=ring), method, tensors, rest)
         finally:
             ring.wait()
-    except Exception:  # as where the GPU is lost; the call's own error is the one to raise
+    except Exception:  # for example if the GPU is lost; the call's own error is the one to raise
         _log.exception("after an error in attention: the other ranks may wait for this one")
 
 
@@ -52,7 +52,7 @@ def _replay(job: Job, method: Callable, tensors: Sequence[Tensor], rest) -> None
         job, backend=_NoKernel(job.backend), dropout=None,
         mask=None if job.mask is None else _without_memory(job.mask),
     )  # fmt: skip
-    # What a schedule refuses it refuses on every rank, and here too.
+    # What a schedule refuses, it refuses on every rank, and here too.
     with torch.no_grad(), contextlib.suppress(ContextParallelError):
         method(own, *(_padded(job, _without_memory(x)) for x in tensors), *rest)
 
@@ -85,7 +85,7 @@ class _Ring(Ring):
         box = self._ring.mailbox(name, size)
         if box is None:
             return None
-        # By name: the call may have begun with a smaller box.
+        # By name, because the call may have started with a smaller box.
         own = self._boxes.setdefault(name, _Box(name, self._done))
         own.box, own.rank = box, self.rank
         return own

@@ -6,12 +6,6 @@ one more kernel for each part of the rows. In head-tail order, where rank r owns
 2W - 1 - r ("hi"), that makes three kernels for any W, and one merge per row. (Attention does not
 depend on the order of the keys.)
 
-
-- Where ranks write to each other's memory (:mod:`mailbox`), a forward takes the pieces of others by
-  their positions: what the lo rows see of them, lo of ranks 0 to r - 1, comes first, and what the
-  hi rows see is those and what follows up to hi of rank r + 1.
-- An all-gather has one order for all ranks ::
-
 - If ranks can write to each other's memory (:mod:`mailbox`), a forward takes the pieces of the
   others in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to
   r - 1, come first, and the hi rows see these and all that follow, up to hi of rank r + 1.
@@ -60,7 +54,8 @@ class _Gather:
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         geometry, rank = job.geometry, job.rank
-        # A mask's columns are those of neighbours' keys.
+        # The mask columns of a tile can be a slice over the keys of consecutive ranks, so no rank's
+        # keys are left out.
         apart = job.mask is None
         slots, owners = (slots_apart, geometry.world_size - 1) if apart else (slots_of, None)
         keys = gathered_keys(key, value, geometry, job.ring, slots, owners)
@@ -114,7 +109,8 @@ class _Gather:
                 job, go, q, block_key, block_value, out, lse, tiles, query_grad, grad_mask
             )
 
-        # Half of the work with own keys overlaps with the gather, the other half with dK and dV.
+        # Half of the work with the rank's own keys overlaps with the gather, the other half with
+        # the transfer of dK and dV.
         half = len(own) // 2
         with keys.coming(), part("gather_backward[home]"):
             shares = block(key, value, own[:half])
@@ -137,9 +133,9 @@ def shares_of_keys(
 ) -> KeyShares:  # fmt: skip
     """The sums of shares of dK and dV of gathered keys; the shares arrive in the keys' room."""
     dtype = job.backend.gradient_dtype(key.dtype)
-    nothing = 0 in query.shape[:2]  # a rank without rows takes part all the same
-    # Before keys are in that room, for it may have to become larger. Nor may it do so for keys once
-    # shares have it, as where the forward's room was freed.
+    nothing = 0 in query.shape[:2]  # a rank without rows still takes part
+    # Request the room before it holds keys, because it may have to grow. It must not grow for keys
+    # once it holds shares either, which could happen if the forward's room was freed.
     job.ring.mailbox(ROOM, room_bytes(key, value, owners or job.ring.world_size))
     return KeyShares(key, value, job.geometry, job.ring, dtype, parcels, nothing, ROOM)
 
@@ -153,7 +149,7 @@ def _at_home(geometry: Geometry, rank: int) -> tuple[Tile, ...]:
 
 
 def _pairs(tiles: tuple[Tile, ...]) -> int:
-    """How many queries and keys see each other."""
+    """The number of (query, key) pairs that attend."""
     return sum(
         tile.query_length * (tile.query_length + 1) // 2
         if tile.causal
@@ -163,7 +159,7 @@ def _pairs(tiles: tuple[Tile, ...]) -> int:
 
 
 def _halved(own: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """A single tile without a diagonal as two, one for each half of its rows."""
+    """Splits a single tile without a diagonal into two, one for each half of its rows."""
     if len(own) != 1 or own[0].causal or own[0].query_length < 2:
         return own
     (tile,) = own
@@ -179,8 +175,8 @@ def _halved(own: tuple[Tile, ...]) -> tuple[Tile, ...]:
 
 
 def _are_halves(own: tuple[Tile, ...], *tensors: Tensor) -> bool:
-    """Whether the tiles at home are each half of the rows with themselves, so that the halves can
-    be two rows of a batch."""
+    """Whether the tiles with own keys are each half of the rows with its own keys, so that the two
+    halves can be two batch rows of one call."""
     half = tensors[0].size(2) // 2
     return [tile[:5] for tile in own] == [
         (start, half, start, half, True) for start in (0, half)
@@ -194,7 +190,7 @@ def _forward_halves(job: Job, query, key, value, result: OutputAccumulator, tile
 
     def halves(x: Tensor) -> Tensor:
         row, dim = x.size(1) * x.size(3), x.size(3)
-        # One call: views one after the other cost the host as much as a kernel.
+        # One call, because separate views cost the host as much as a kernel.
         return x.as_strided((2 * batch, x.size(1), half, dim), (half * row, dim, row, 1))
 
     out, lse = job.backend.forward(*map(halves, (query, key, value)), None, True, job.scale)

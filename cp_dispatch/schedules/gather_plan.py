@@ -12,8 +12,8 @@ from cp_dispatch.layouts.tiles import cut, tiles
 
 
 def fits(geometry) -> bool:
-    """Whether all ranks have the same number of keys, in one piece of consecutive positions or in
-    two of equal length. If the mask does not depend on positions, any keys are one piece."""
+    """Whether all ranks have the same number of keys, in one range of consecutive positions or in
+    two of equal length. If the mask does not depend on positions, any keys count as one range."""
     if not isinstance(geometry, Geometry):
         return False
     lengths = {geometry.key_length(rank) for rank in range(geometry.world_size)}
@@ -28,8 +28,8 @@ def _pieces(geometry: Geometry) -> int:
 
 
 class Plan(NamedTuple):
-    """What a rank computes with its own keys and with the gathered keys, and in how many pieces,
-    last one first, each rank's keys are gathered."""
+    """What a rank computes with its own keys and with the gathered keys, and the number of pieces
+    in which each rank's keys are gathered, last piece first."""
 
     own: tuple[Tile, ...]
     rest: tuple[Tile, ...]
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan_of(geometry: Geometry, rank: int) -> Plan:
-    """The tiles of a rank, those that its own keys suffice for apart."""
+    """The tiles of a rank; those that need only its own keys are separate."""
     world_size = geometry.world_size
     length = geometry.key_length(0)
     queries = geometry.query_spans[rank]
@@ -77,16 +77,17 @@ def plan_of(geometry: Geometry, rank: int) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def plan_apart(geometry: Geometry, rank: int) -> Plan:
-    """As :func:`plan_of`, with all that a rank's own keys suffice for at home, and of the gathered
-    keys those of others alone, in the order of their positions: what rows see of them comes first.
-    """
+    """As :func:`plan_of`, but every tile with the rank's own keys is separate, and the gathered
+    keys are only those of the other ranks, in the order of their positions, so that the keys that
+    rows see come first."""
     spans = _joined([span for spans, _, _ in _of_others(geometry, rank) for span in spans])
     rest = tiles(geometry.query_spans[rank], spans, geometry.causal, 0)
     return Plan(geometry.tiles(rank, rank), rest, _pieces(geometry))
 
 
 def _of_others(geometry: Geometry, rank: int) -> list[tuple[tuple[Span, ...], int, int]]:
-    """The pieces of others' keys, ``(spans, owner, piece)``, by their positions, if these count."""
+    """The pieces of the other ranks' keys, ``(spans, owner, piece)``; under a causal mask in the
+    order of their positions."""
     pieces = _pieces(geometry)
     size = geometry.key_length(0) // pieces
     found = [
@@ -99,14 +100,14 @@ def _of_others(geometry: Geometry, rank: int) -> list[tuple[tuple[Span, ...], in
 
 
 def _of_keys(tile: Tile, spans: tuple[Span, ...], start: int, length: int) -> Tile:
-    """A tile of all keys cut to a range of them."""
+    """Cuts a tile of all keys to a range of them."""
     return tile._replace(
         key_start=start, key_length=length, key_place=start, key_spans=cut(spans, start, length)
     )
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """The same positions in the same order, in as few spans as there can be."""
+    """The same positions in the same order, in as few spans as possible."""
     joined: list[Span] = []
     for span in spans:
         append(joined, *span)
@@ -116,11 +117,11 @@ def _joined(spans: list[Span]) -> tuple[Span, ...]:
 class Parcel(NamedTuple):
     """Keys of one owner that one tile of a rank's ``rest`` covers."""
 
-    #: Which tile, and its first key that is meant.
+    #: The index of the tile, and the parcel's first key in it.
     tile: int
     start: int
     length: int
-    #: Where they are among the owner's keys.
+    #: The parcel's first key among the owner's keys.
     place: int
 
 
@@ -144,8 +145,8 @@ def parcels_of(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
-    """The pieces of ``owner``'s keys of which ``rank`` sees something as gathered, and as which of
-    all pieces they lie there."""
+    """The pieces of ``owner``'s gathered keys that ``rank`` needs, each with its place among all
+    pieces."""
     pieces = plan_of(geometry, rank).pieces
     size = geometry.key_length(0) // pieces
     seen = sorted({parcel.place // size for parcel in parcels_of(geometry, rank, owner)})
@@ -154,7 +155,7 @@ def slots_of(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int]
 
 @functools.lru_cache(maxsize=4096)
 def slots_apart(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
-    """As :func:`slots_of`, of :func:`plan_apart`."""
+    """As :func:`slots_of`, for :func:`plan_apart`."""
     size = geometry.key_length(0) // _pieces(geometry)
     seen = max((x.key_start + x.key_length for x in plan_apart(geometry, rank).rest), default=0)
     found = enumerate(_of_others(geometry, rank))

@@ -14,12 +14,12 @@ from cp_dispatch.schedules.copy_ops import aligned, rows_for
 from cp_dispatch.schedules.gather_plan import plan_of, slots_of
 from cp_dispatch.schedules.mailbox import Mailbox
 
-#: The mailbox where keys come, and then shares of their gradients.
+#: The mailbox where keys arrive, and later the shares of their gradients.
 ROOM = "keys"
 
 
-#: Of a geometry, a rank and an owner, the pieces of the owner's keys of which the rank sees any,
-#: and as which of all pieces each lies there.
+#: For a geometry, a rank and an owner: the pieces of the owner's keys that the rank needs, each
+#: with its place among all pieces.
 Slots = Callable[[Geometry, int, int], tuple[tuple[int, int], ...]]
 
 
@@ -27,8 +27,8 @@ def gathered_keys(
     key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, slots: Slots = slots_of,
     owners: int | None = None,
 ) -> GatheredKeys | PushedKeys:  # fmt: skip
-    """The keys of all ranks, on their way once the result's ``coming()`` is entered. Where peers
-    push, they go as ``slots`` says, to room for as many as ``owners`` ranks have."""
+    """The keys of all ranks; entering the result's ``coming()`` starts the transfer. With copy
+    engines, ``slots`` says where the keys go, in a room for the keys of ``owners`` ranks."""
     owners = owners or ring.world_size
     box = ring.mailbox(ROOM, room_bytes(key, value, owners))
     if box is None:
@@ -39,22 +39,23 @@ def gathered_keys(
 class GatheredKeys:
     """Keys and values of all ranks by an all-gather of each piece.
 
-    Rows of key and value lie side by side, ``(pieces, ranks, positions, B, Hkv, D + Dv)``: the
-    positions first, so that pieces of several ranks are one sequence of keys for any batch.
+    Rows of key and value are side by side, ``(pieces, ranks, positions, B, Hkv, D + Dv)``.
+    Positions come before the batch, so that pieces of several ranks are one sequence of keys for
+    any batch.
     """
 
     def __init__(self, key: Tensor, value: Tensor, pieces: int, ring: Ring):
         self._tensors, self._ring, self._pieces = (key, value), ring, pieces
         batch, heads, length, self._dim = key.shape
         row = length // pieces, batch, heads, self._dim + value.size(-1)
-        # The current stream's memory, also when a side stream fills it: the current stream has
-        # waited before it is given back.
-        self._send = key.new_empty((pieces, 1, *row))  # the pieces in their own order
+        # Allocated on the current stream, although a side stream may fill it: the current stream
+        # has waited for that before the memory is freed.
+        self._send = key.new_empty((pieces, 1, *row))  # the pieces in their natural order
         self._all = key.new_empty((pieces, ring.world_size, *row))
 
     @contextlib.contextmanager
     def coming(self):
-        """Within it, compute with the rank's own keys, while the gather starts.
+        """In this context, compute with the rank's own keys while the gather starts.
 
         On CUDA the host launches the kernels of own keys first, so that the GPU does not idle while
         the host prepares the gather. The gather does not wait for these kernels.
@@ -80,14 +81,15 @@ class GatheredKeys:
         ]
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Key and value views of all positions, ``(B, Hkv, S, D)``, once they are there."""
+        """Wait for the keys, and return key and value views of all positions, ``(B, Hkv, S,
+        D)``."""
         for work in self._works:
             work.wait()
-        self._works = None  # NCCL's hold what they wrote to
+        self._works = None  # NCCL's work objects hold the buffers that they wrote to
         return self._views(self._all)
 
     def release(self) -> None:
-        """Nothing reads them any more."""
+        """Called when nothing reads them any more."""
         self._all = self._send = None
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,10 +98,10 @@ class GatheredKeys:
 
 
 class PushedKeys:
-    """Keys and values of all ranks, each put by its owner where others need it.
+    """Keys and values of all ranks, written by their owners to the ranks that need them.
 
-    The room has the keys ``(B, pieces * owners * positions, Hkv, D)`` and the values after them. A
-    piece that a rank does not see is not sent there, and its place is left as it was.
+    The room holds the keys ``(B, pieces * owners * positions, Hkv, D)``, then the values. A piece
+    that a rank does not need is not sent to it, and its place keeps its old contents.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class PushedKeys:
         sources = rows_for(self._tensors)
         self._box.open()
         yield
-        # What is at home has been queued, and what comes next needs the keys.
+        # The work with own keys has been queued; what follows needs the gathered keys.
         self._box.push_rows(sources, self._rooms.moves, ready_at_open=True, then_wait=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
@@ -133,8 +135,8 @@ class PushedKeys:
 
 
 class _Rooms:
-    """Where keys and values go, as ``moves`` of :class:`Mailbox`; ``own`` are the views of what
-    comes, ``(B, Hkv, S, D)``."""
+    """Where keys and values go: ``moves`` for :class:`Mailbox`, and ``own``, the views of the data
+    that arrives, ``(B, Hkv, S, D)``."""
 
     def __init__(
         self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox,
@@ -152,7 +154,8 @@ class _Rooms:
             end += aligned(owners * tensor.nbytes)
         self.own, self.moves = tuple(own), []
         for step in range(ring.world_size):
-            # No two ranks push to one at a time; the nearest first, oneself last.
+            # Nearest rank first, so that no two ranks write to the same rank at a time; this rank
+            # last.
             peer = (ring.rank + 1 + step) % ring.world_size
             for piece, slot in slots(geometry, peer, ring.rank):
                 for index, tensor in enumerate((key, value)):
@@ -164,5 +167,5 @@ class _Rooms:
 
 
 def room_bytes(key: Tensor, value: Tensor, owners: int) -> int:
-    """Of the keys and values of as many ranks."""
+    """Bytes of a room for the keys and values of ``owners`` ranks."""
     return sum(aligned(owners * x.nbytes) for x in (key, value))

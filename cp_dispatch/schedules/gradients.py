@@ -15,12 +15,12 @@ from cp_dispatch.schedules.pair import Pair
 
 
 def mask_gradient(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the gradient of a bias is summed: its shape, zeros, wide."""
+    """Zeros in wide dtype, in the bias's shape, to sum its gradient."""
     return mask.new_zeros(mask.shape, dtype=wide_dtype(dtype))
 
 
 class KeyShare(NamedTuple):
-    """A tile's share of dK and dV, and where it belongs in the shard of keys."""
+    """A tile's share of dK and dV, and its place in the shard of keys."""
 
     dk: Tensor
     dv: Tensor
@@ -39,8 +39,8 @@ class TravellingGradient:
     """dK and dV of the keys that the rank currently holds: received, added to, passed on.
 
     Holds two buffers of one key/value shard each, in float32 for 16-bit inputs too. Only the last
-    move, back to the owner, is in ``dtype`` (the inputs' or a wide one), since nothing is added
-    after it. Without a ring the sum stays where it is.
+    move, back to the owner, is in ``dtype`` (the inputs' or a wide one), because nothing is added
+    after it. Without a ring the sum stays on this rank.
     """
 
     def __init__(
@@ -83,14 +83,15 @@ class TravellingGradient:
                     window_of(total, share.start, part, share.row).add_(part)
 
     def pass_on(self) -> None:
-        """Start sending the sum to the next rank, while that of the next keys comes."""
+        """Start sending the sum to the next rank, while the sum for the next keys arrives."""
         if self._ring is None:
             return
         world_size = self._geometry.world_size
         send = self._buffer()[: self._pair.numel(self._length(self._rank))]
         receive = self._buffer(1)[: self._pair.numel(self._length((self._rank - 1) % world_size))]
         if self._hop == world_size - 1 and self._dtype is not self._pair.dtype:
-            # The free buffer, seen in the narrow dtype, has room for what comes and what goes.
+            # The free buffer, viewed in the narrow dtype, has room for what is sent and what
+            # arrives.
             free = self._buffer(1).view(self._dtype)
             receive, narrow = (
                 free[: receive.numel()],
@@ -102,7 +103,7 @@ class TravellingGradient:
         self._hop += 1
 
     def wide_views(self) -> tuple[Tensor, Tensor]:
-        """dK and dV as summed so far, wide, token-major views of one buffer."""
+        """The sums of dK and dV so far: wide, token-major views of one buffer."""
         return self._pair.views(self._buffer(), self._length(self._rank))
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -122,5 +123,5 @@ class TravellingGradient:
         return self._buffers[(self._hop + moves) % len(self._buffers)]
 
     def _length(self, rank: int) -> int:
-        """Rows of the keys that ``rank`` has at hand."""
+        """The number of keys that ``rank`` currently holds."""
         return self._geometry.key_length((rank - self._hop) % self._geometry.world_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.copy_ops import can_be_copied
 
-#: The mailbox where halves come.
+#: The mailbox where halves arrive.
 ROOM = "halves"
 _ALIGNMENT = 16  # bytes, of each tensor in a message
 
@@ -29,11 +29,11 @@ class Swap:
         self._sends, self._comes = sends, comes
         #: The middle one of an odd number of ranks keeps all rows.
         self.is_alone = self._peer == ring.rank
-        # The mirror's rows, and what to wait for before they are here.
+        # The mirror's rows, and what to wait for before they have arrived.
         self._received: list[Tensor] = []
         self._coming = None
         self._bytes = [x.nbytes // x.size(2) * count for x in tensors]
-        # Made by all ranks together, so by the middle one too.
+        # All ranks create it together, so the middle one does too.
         self._box = ring.mailbox(ROOM, sum(map(_aligned, self._bytes)))
         if self._box is not None:
             if not self.is_alone:
@@ -44,7 +44,7 @@ class Swap:
         else:
             self._exchange()
         if not self.is_alone:
-            self._tensors = ()  # the message or the box holds what is read yet
+            self._tensors = ()  # the message or the box holds what is still read
 
     def _exchange(self) -> None:
         """By a collective, in one message."""
@@ -125,7 +125,7 @@ class Swap:
 
     def release(self) -> None:
         """Called when nothing reads the mirror's rows any more."""
-        self.wait()  # also where no row wanted them: the flags must go
+        self.wait()  # even if no row needed them: the flags must be reset
         self._received = []
         if self._box is not None and not self.is_alone:
             self._box.release()

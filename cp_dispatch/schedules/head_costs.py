@@ -51,9 +51,9 @@ def stages(
 
 
 def _wanted(size: int, pairs: int, backward: bool) -> int:
-    """Stages for ``size`` bytes and so many queries times keys."""
+    """The number of stages for ``size`` bytes and ``pairs`` (query, key) pairs."""
     found = min(size // _LEAST_BYTES[backward], _MOST_STAGES)
-    # Of short rows with many heads so many bytes are little work.
+    # For short rows with many heads, this many bytes are little work.
     return min(found, pairs // LONG_PART) if backward else found
 
 
@@ -99,7 +99,8 @@ def deal(
     geometry: Geometry | RowGeometry, first: int, ranks: int, batch: int,
     shapes: tuple[tuple[int, int], ...], dtype: torch.dtype, backward: bool,
 ) -> Deal:  # fmt: skip
-    """Of the group of ``ranks`` ranks from ``first`` on; ``shapes`` as for :func:`stages`."""
+    """The deal of the group of ``ranks`` ranks from ``first`` on; ``shapes`` as for
+    :func:`stages`."""
     (heads, _), (key_heads, _), _ = shapes
     members = range(first, first + ranks)
     count = stages(geometry, batch, shapes, dtype, ranks, backward)
@@ -130,8 +131,8 @@ class Messages:
         shapes = tuple(zip((heads, key_heads, key_heads), self._dims, strict=True))
         found = deal(geometry, first, ranks, self._batch, shapes, plan.dtype, backward)
         self._lengths, self._one_side, self.stages = found.lengths, found.one_side, found.stages
-        #: Whether calls go by :mod:`~cp_dispatch.schedules.known_heads` where ranks write to each
-        #: other's memory.
+        #: Whether repeated calls can use :mod:`~cp_dispatch.schedules.known_heads` if ranks write
+        #: to each other's memory.
         self.are_known = found.one_side and found.joins and len(found.stages) == 1
         self.are_known &= heads % ranks == 0 and schedule.across is None
 
@@ -236,7 +237,7 @@ def _extra_bytes(schedule, plan: Plan, backward: bool) -> int:
     query, key, value = plan.padded_shards
     messages = Messages(schedule, plan, 0, backward)
     ranks, count = schedule.ranks or plan.world_size, len(messages.stages)
-    # Of the group's rows and this rank's heads: about as many as its rows of all heads.
+    # For the group's rows and this rank's heads: about as much as for its own rows and all heads.
     share = max(s.key.length for s in messages.stages[0]) * count * ranks / key[1]
     narrow = plan.dtype.itemsize
     dq, output = math.prod(query), math.prod(query[:3]) * value[3]
@@ -250,7 +251,8 @@ def _extra_bytes(schedule, plan: Plan, backward: bool) -> int:
         arriving, leaving, final = inputs + 2 * results, gradients, sums
     else:
         arriving, leaving, final = inputs, results, results
-    # Of a stage on arrival, in the kernels, and on the way home, beside the next one's.
+    # One stage's memory, on arrival, in the kernels or on the way back, whichever is largest, plus
+    # the arrival of the next stage.
     coming = 2 * arriving / count if count > 1 else 0
     home = leaving / count * (2 + permuted) + final
     extra = max(2 * arriving / count, (arriving + leaving) / count, home) + coming

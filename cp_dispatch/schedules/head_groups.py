@@ -40,7 +40,7 @@ class HeadGroups:
             out, lse = self._schedule.forward(own, query[:, rows], key[:, keys], value[:, keys])
             output[:, rows].copy_(out)
             logsumexp[:, rows].copy_(lse)
-            del out, lse  # or the next group's would come beside them
+            del out, lse  # or the next group's would be allocated in addition
         return output, logsumexp
 
     def backward(
@@ -75,7 +75,7 @@ class HeadGroups:
         return dq, dk, dv, grad_mask
 
     def _each(self, job: Job, query: Tensor, key: Tensor) -> Iterator[tuple[Job, slice, slice]]:
-        """Each group's job, and its heads among those of queries and of keys."""
+        """Each group's job, and the slices of its query heads and key heads."""
         key_heads = key.size(1)
         shared = query.size(1) // max(1, key_heads)
         for group in range(self._groups):
@@ -95,7 +95,7 @@ class HeadGroups:
 
 
 def _heads(mask: Tensor, heads: slice) -> Tensor:
-    """Some heads of a mask, or of its gradient; one for all stays."""
+    """Some heads of a mask, or of its gradient; a head dim of 1 stays."""
     return mask if mask.size(1) == 1 else mask[:, heads]
 
 

@@ -16,7 +16,7 @@ from cp_dispatch.schedules.wire import Part
 
 
 class Run(NamedTuple):
-    """Rows of a shard from ``own`` on, which are the rows from ``at`` on of the whole."""
+    """Rows of a shard from ``own`` on, which are rows of the whole sequence from ``at`` on."""
 
     own: int
     length: int
@@ -63,7 +63,7 @@ class Room:
     dim)``, or ``(B, heads, S)`` for one number per row."""
 
     def __init__(self, batch: int, parts: Sequence[tuple[Part, int, int]]):
-        """``parts`` are a part, its heads and its rows."""
+        """``parts``: each part with its numbers of heads and rows."""
         self.places, self.shapes, self.dtypes, end = [], [], [], 0
         for part, heads, rows in parts:
             shape = (batch, heads, rows) if part.dim == 1 else (batch, rows, heads, part.dim)
@@ -74,8 +74,8 @@ class Room:
         self.size = end
 
     def offset(self, index: int, batch_row: int, row: int) -> int:
-        """Bytes from the room's start to a row of a tensor, of its first head for one number a
-        row."""
+        """Bytes from the room's start to a row of a tensor (of its first head, for one number per
+        row)."""
         batch, *sizes = self.shapes[index]
         flat = len(sizes) == 2
         width = 1 if flat else math.prod(sizes[1:])
@@ -91,7 +91,7 @@ class Room:
         return [x.unsqueeze(-1) if x.dim() == 3 else x.transpose(1, 2) for x in views]
 
     def side_by_side(self, box, rank: int, parts: int) -> list[Tensor]:
-        """The same of each of ``parts`` parts that come from every rank, alike from all:
+        """The same for each of ``parts`` parts that come from every rank with the same shape:
         ``(ranks, B, heads, S, dim)``."""
         found, step = [], self.places[parts] if parts < len(self.places) else 0
         for index, view in enumerate(self.views(box, rank)[:parts]):
@@ -133,17 +133,18 @@ class Moves:
         )
 
     def own(self, box) -> list[Tensor]:
-        """Views of what comes: for each part; or, on the way home, for each part of each rank,
-        where :attr:`is_even` those of all ranks in one."""
+        """Views of the data that arrives: one for each part. On the way back, one for each part of
+        each rank, or if :attr:`is_even` one for each part of all ranks."""
         room = self.rooms[self._rank]
         if self._outward or not self.is_even:
             return room.views(box, self._rank)
         return room.side_by_side(box, self._rank, len(self.parts))
 
     def numbers(self, box, packed: Sequence[bool]) -> Tensor:
-        """For :meth:`Mailbox.push_heads` of a tensor for each part: ``(B, H, S, dim)``, of one
-        number a row ``(B, H, S)``, or packed, ``(B * ranks, heads, S, dim)``. To the nearest rank
-        first, so that no two push to one at a time, and to oneself last."""
+        """The numbers for :meth:`Mailbox.push_heads` of one tensor per part: ``(B, H, S, dim)``,
+        ``(B, H, S)`` for one number per row, or packed, ``(B * ranks, heads, S, dim)``. The nearest
+        rank comes first, so that no two ranks write to the same rank at a time, and this rank
+        last."""
         ranks = len(self.rooms)
         peers = [(self._rank + 1 + step) % ranks for step in range(ranks)]
         moves = (
@@ -154,9 +155,9 @@ class Moves:
         return box.numbers([*itertools.chain(*moves)], (box,))
 
     def _moves(self, box, peer: int, index: int, is_packed: bool) -> list[int]:
-        """Of a part to a peer. For each copy: which tensor, its batch row, the first row and how
-        many, the first head and how many, the address where they go and the bytes between rows
-        there, of one number a row between heads."""
+        """The copies of a part to a peer. For each: the tensor's index, its batch row, first row,
+        number of rows, first head, number of heads, the target address, and the bytes between rows
+        there (between heads for one number per row)."""
         rank, part, room, found = self._rank, self.parts[index], self.rooms[peer], []
         if self._outward:
             slot, (first, count) = index, part.heads[peer]

@@ -27,7 +27,7 @@ from cp_dispatch.layouts.balancer import coalesce
 
 
 class Segment(NamedTuple):
-    """Query heads and their key heads, counted from the share's first."""
+    """Query heads and their key heads, counted from the first heads of the share."""
 
     query: Span
     key: Span
@@ -45,7 +45,7 @@ class Share(NamedTuple):
 def head_shares(
     heads: int, key_heads: int, ranks: int, stages: int = 1
 ) -> tuple[tuple[Share, ...], ...]:
-    """The shares of all ranks at each stage. More than one stage only where every rank has a
+    """The shares of all ranks at each stage. There is more than one stage only if every rank has a
     multiple of ``stages`` key heads to itself."""
     if stages > 1:
         own, key = heads // ranks // stages, key_heads // ranks // stages
@@ -58,7 +58,7 @@ def head_shares(
             )
             for stage in range(stages)
         )  # fmt: skip
-    groups = heads // max(1, key_heads)  # of uneven heads a tensor-parallel rank may have none
+    groups = heads // max(1, key_heads)  # with uneven heads a tensor-parallel rank may have none
     return (
         tuple(_share(r * heads // ranks, (r + 1) * heads // ranks, groups) for r in range(ranks)),
     )
@@ -69,7 +69,7 @@ def _share(start: int, stop: int, groups: int) -> Share:
         nothing = Span(0, 0)
         return Share(Span(start, 0), nothing, (Segment(nothing, nothing),))
     first, last = start // groups, -(-stop // groups)
-    # Up to the first key head that is whole, the whole ones, and what is left.
+    # Up to the first complete key head, the complete ones, and the remainder.
     cuts = sorted({start, min(-(-start // groups) * groups, stop),
                    max(stop // groups * groups, start), stop})  # fmt: skip
     segments = []
@@ -132,7 +132,7 @@ def true_order(
     found = [_sorted(row, of_keys, first, ranks) for row in rows]
     if all(map(_is_as_it_lies, (there for there, _ in found))):
         return None
-    # Anew at each call: see layouts/select.py.
+    # Created at each call: see layouts/select.py.
     both = ([positions(spans, device) for spans in way] for way in zip(*found, strict=True))
     return Order(*(way[0] if len(rows) == 1 else torch.stack(way) for way in both))
 

@@ -60,8 +60,8 @@ class Team:
         """Yield what is sent back from each stage, one stage later, so that it can arrive
         meanwhile.
 
-        ``compute`` takes a stage and all rows of its heads, and returns what is sent back:
-        messages, each of tensors for :class:`Homeward` and whether they have the keys' heads. Every
+        ``compute`` takes a stage and all rows of its heads. It returns the messages to send back:
+        for each, its tensors for :class:`Homeward`, and whether they have the keys' heads. Every
         rank makes the same collectives in the same order.
         """
         arriving, going = self._start(0, of_rows, of_keys), None
@@ -112,16 +112,20 @@ class Team:
         return Homeward(self._ring, shape, pieces, self._order(of_keys))
 
     def _parts(self, number: int, dealt) -> tuple[Part, ...]:
-        """Of ``(dtype, dim, whether it has the keys' heads)``."""
+        """The parts of a message; ``dealt`` has ``(dtype, dim, whether it has the keys'
+        heads)``."""
         heads = self._heads[number]
         return tuple(Part(dtype, dim, heads[of_key]) for dtype, dim, of_key in dealt)
 
     def only_messages(self, there, home):
-        """Whether the kernel is causal, the box, the moves there and home, and the parts of what
-        goes there, where two messages and one kernel call are all of the call; else None. ``there``
-        and ``home`` as for :meth:`_parts`. After a call, which has made the box."""
+        """If the whole call is two messages and one kernel call: whether the kernel is causal, the
+        box, the moves out and back, and the parts that go out; otherwise None.
+
+        ``there`` and ``home`` are as for :meth:`_parts`. Call it after a call, which has made the
+        box.
+        """
         tiles = self._across.geometry.tiles_of(0, 0, self._job.batch_start, self._batch)
-        # Where messages join, no key head is shared, and a share is one segment.
+        # If messages join, no key head is shared, and each share is one segment.
         if not (self._at_once and self.joins and len(tiles) == 1):
             return None
         parts = self._parts(0, there)
@@ -153,7 +157,7 @@ class Team:
     def _room_home(self, number: int, which: int) -> str:
         """The mailbox for the data that is sent back from a stage, likewise."""
         if which == 0 and len(self._stages) <= 2:
-            return self._room(number, False)  # from which nobody reads any more
+            return self._room(number, False)  # which nothing reads any more
         return half_swap.ROOM if which and number % 2 == 0 else f"heads home {which}{number % 2}"
 
     def _order(self, of_keys: bool):

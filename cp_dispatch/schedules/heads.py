@@ -49,7 +49,7 @@ class Heads:
     def __init__(self, ranks: int | None = None, across_name: str = "", across=None):
         self.ranks, self.across_name, self.across = ranks, across_name, across
 
-    #: Who owns which rows, before and after.
+    #: Who owns which rows, before and after the exchange.
     geometry = staticmethod(laid_out)
 
     def coarse(self, geometry: Geometry | RowGeometry) -> Geometry | RowGeometry:
@@ -75,7 +75,7 @@ class Heads:
 
         output = logsumexp = None
         for (going,) in team.run("heads", (query,), (key, value), compute):
-            if output is None:  # not before, when most is under way
+            if output is None:  # not earlier, when most messages are in transit
                 dtype = job.backend.output_dtype(query.dtype)
                 output = token_major(*query.shape[:3], value.size(-1), like=query, dtype=dtype)
                 dtype = job.backend.logsumexp_dtype(query.dtype)

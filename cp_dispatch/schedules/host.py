@@ -7,7 +7,7 @@ import socket
 
 
 def number_of_host() -> int:
-    """A number below 2**62, the same in every process of a host that was started once."""
+    """A number below 2**62, the same in every process on a host since it was booted."""
     text = socket.gethostname() + _boot_id()
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 

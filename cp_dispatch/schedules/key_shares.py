@@ -37,21 +37,22 @@ class KeyShares:
         self._key, self._value, self._ring = key, value, ring
         self._pair = Pair(key, value, dtype)
         self._plan = _plan_of(geometry, ring.rank, parcels)
-        # Elements of one position; none where nothing is computed. All ranks find the same, also
-        # one that has shares for nobody, for those of others come to it.
+        # Elements per position; none if nothing is computed. All ranks must find the same number,
+        # also a rank that has no shares for others, because it may receive shares.
         self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
         self._is_open, self._work = False, None
         self._shares: list[KeyShare] = []
-        # What says where shares lie.
+        # The key of a cache: everything that determines the places of shares.
         self._like = geometry, parcels, key.shape, value.shape, dtype, self._row
-        #: Where the shares of this rank's keys come; None where collectives move them.
+        #: The mailbox in which the shares of this rank's keys arrive; None if collectives move
+        #: them.
         self.box: Mailbox | None = ring.mailbox(
             room, self._plan.largest * self._row * dtype.itemsize
         )
 
     def open(self) -> None:
-        """Tell the other ranks that they can send their shares; the earlier, the less they wait. If
-        not called, :meth:`start` does it."""
+        """Tell the other ranks that they can send their shares; the earlier, the less they wait.
+        :meth:`start` does it if it was not done."""
         if self.box is not None:
             self.box.open()
             self._is_open = True
@@ -72,7 +73,7 @@ class KeyShares:
             self._key.new_empty(sum(x), dtype=pair.dtype) for x in (sizes, coming)
         )  # fmt: skip
         at = 0
-        # In the order of the owners, whichever is the nearest.
+        # In the order of the owners' ranks, not nearest first.
         for _, _, parcel in sorted(plan.outgoing) if self._row else ():
             share, numel = shares[parcel.tile], pair.numel(parcel.length)
             parts = (x.narrow(2, parcel.start, parcel.length) for x in (share.dk, share.dv))
@@ -104,11 +105,11 @@ class KeyShares:
 
     @property
     def own(self) -> tuple[Parcel, ...]:
-        """Shares of this rank's own keys among those that it computes."""
+        """The shares of this rank's own keys among the shares that it computes."""
         return self._plan.own if self._row else ()
 
     def places(self, arrived: list[KeyShare]) -> tuple[tuple[int, int, int], ...]:
-        """Where :attr:`own` and then the shares that came belong, for
+        """The places of :attr:`own`, then of the shares that arrived, for
         :func:`~cp_dispatch.parts.add_up`."""
         return (
             *((parcel.place, parcel.length, parcel.start) for parcel in self.own),
@@ -156,9 +157,17 @@ class KeyShares:
 
 
 class _Plan(NamedTuple):
-    """Of one rank: its parcels for others ``(owner, position where they go there, parcel)``, the
-    nearest owner first, those for itself, and those that come, in the order of the ranks; positions
-    sent to each rank and coming from each; and the most that come to any rank."""
+    """The parcels of one rank.
+
+    Attributes:
+        outgoing: its parcels for others, ``(owner, position where they go there, parcel)``, the
+            nearest owner first.
+        own: its parcels of its own keys.
+        incoming: the parcels that arrive, in the order of the ranks.
+        sent: positions sent to each rank.
+        coming: positions that come from each rank.
+        largest: the most positions that any rank receives.
+    """
 
     outgoing: tuple[tuple[int, int, Parcel], ...]
     own: tuple[Parcel, ...]
@@ -179,7 +188,7 @@ def _plan_of(geometry: Geometry, rank: int, parcels_of) -> _Plan:
 
     outgoing = []
     for step in ranks[1:]:
-        owner = (rank + step) % len(ranks)  # no two ranks push to one at a time
+        owner = (rank + step) % len(ranks)  # no two ranks write to the same rank at a time
         at = sum(positions(sender, owner) for sender in range(rank))
         for parcel in parcels_of(geometry, rank, owner):
             outgoing.append((owner, at, parcel))

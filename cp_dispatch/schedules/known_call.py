@@ -34,13 +34,13 @@ from cp_dispatch.schedules.prefix_plan import gradient_parcels, prefixes_of
 
 
 class Known:
-    """The forward and the backward of one job, for tensors of the last kind. Schedules define them
-    in ``learn_forward`` and ``learn_backward``, which are called after a call that took the full
-    path and so has created the rooms."""
+    """The forward and the backward of one job, for tensors of the most recent kind. Schedules
+    define ``learn_forward`` and ``learn_backward``, which are called after a call that took the
+    full path and so has created the rooms."""
 
     def __init__(self, job: Job):
         self._job = job
-        # Kind and way together: another thread may look while one learns.
+        # Kind and way are stored together, because another thread may read them meanwhile.
         self._found: list[tuple[list, weakref.ref | None]] = [([], None), ([], None)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -57,12 +57,12 @@ class Known:
     def _may_learn(self, index: int, tensors: Sequence[Tensor]) -> bool:
         if _is_captured(tensors[0]):
             return False
-        # Not again what cannot be known.
+        # Do not try again for a kind that could not be learned.
         kind, reference = self._found[index]
         return reference is not None or kind != _kind(tensors)
 
     def _are_plain(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether kernels take them as they are."""
+        """Whether kernels take the tensors as they are."""
         pad = self._job.backend.pad
         return all(0 not in x.shape and pad(x) is x for x in tensors)
 
@@ -84,7 +84,7 @@ class Known:
 
 
 class KnownCalls(Known):
-    """Of ``one_call``."""
+    """Known calls of ``one_call``."""
 
     def learn_forward(self, *tensors: Tensor) -> None:
         """See :class:`Known`."""
@@ -109,7 +109,8 @@ class KnownCalls(Known):
         self._keep(1, tensors, way, box)
 
     def _prefixes(self, *tensors: Tensor) -> PushedPrefixes | None:
-        """Where keys come, if kernels take the tensors as they are and peers write to rooms."""
+        """The prefixes of keys, if kernels take the tensors as they are and peers write to rooms;
+        otherwise None."""
         *_, key, value = tensors
         if not self._are_plain(tensors):
             return None
@@ -125,7 +126,8 @@ def _is_captured(tensor: Tensor) -> bool:
 
 
 def _kind(tensors: Sequence[Tensor]) -> list:
-    """Of tensors that follow one another on the same stream."""
+    """What identifies calls of one kind: the current stream, and each tensor's shape, strides and
+    dtype."""
     kind: list = [current_raw_stream(tensors[0].device)]
     for x in tensors:
         kind += (x.shape, x.stride(), x.dtype)
@@ -133,8 +135,8 @@ def _kind(tensors: Sequence[Tensor]) -> list:
 
 
 class _TokenMajor:
-    """Tensors ``(B, H, S, D)`` as copies take them, of the same kind at every call; packed by
-    kernels of the current stream where the first ones did not lie so."""
+    """Tensors ``(B, H, S, D)`` in the form for copies, of the same kind at every call. If the first
+    ones could not be copied as they are, all are packed by kernels of the current stream."""
 
     def __init__(self):
         self._lie_so: bool | None = None
@@ -146,7 +148,7 @@ class _TokenMajor:
 
 
 class _Plain:
-    """:func:`plain_batch` of tensors whose strides are those of the first one."""
+    """As :func:`plain_batch`, for tensors with the same strides as the first one."""
 
     def __init__(self, tensor: Tensor):
         plain = plain_batch(tensor)
@@ -163,7 +165,7 @@ class _Forward:
     ):  # fmt: skip
         self._backend, self._scale = job.backend, job.scale
         self._box, self._moves, self._own = keys.box, keys.moves, keys.own
-        #: Where what is sent next comes.
+        #: The room for the data that is sent next.
         self._room = room
         self._opens = (self._box,) if room is None else (self._box, room)
         self._numbers = self._box.numbers(self._moves, self._opens)
@@ -193,7 +195,7 @@ class _Forward:
         return to_token_major(out, self._dtype), lse.to(self._lse_dtype).contiguous()
 
     def _bring(self, key: Tensor, value: Tensor) -> None:
-        """The keys, while the rooms for them and for what is sent next open."""
+        """Bring the keys here. Opens the rooms for them and for the data that is sent next."""
         box, keys = self._box, self._keys(key, value)
         if self._here:
             box.push_here(*keys, self._numbers, self._opens)
@@ -218,7 +220,7 @@ class _Backward(_Forward):
         self._places = sums.places(self._arrived)
         self._plain_grad, self._plain_output = _Plain(grad_output), _Plain(output)
         self._shares, self._add, self._pieces = _TokenMajor(), None, None
-        # Of what dK and dV are the sums.
+        # The parts whose sums are dK and dV.
         dks, dvs = ([x[index] for x in self._arrived] for index in (0, 1))
         self._flat = lambda dk, dv: [*(dk,) * home, *dks, *(dv,) * home, *dvs]
         totals = (token_major(*x.shape, like=x) for x in (key, value))
@@ -244,7 +246,8 @@ class _Backward(_Forward):
             dq, dk, dv = self._backend.prefix_backward(
                 *inputs, self._prefixes, self._scale, self._lengths
             )
-        # What brought the keys waits here until they were read.
+        # The stream that brought the keys waits here until they have been read, so their box needs
+        # no release of its own.
         shares = self._shares(dk, dv)
         if self._here:
             room.push_here(*shares, self._sent_numbers)

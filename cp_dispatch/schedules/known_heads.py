@@ -51,8 +51,8 @@ class KnownHeads(Known):
         self._learn(1, _Backward, tensors, (query, key, value), outgoing, home)
 
     def _learn(self, index: int, kind: type[_Way], tensors, inputs, outgoing, home) -> None:
-        """``outgoing``: ``(tensor, whether it has the keys' heads)`` of what goes out; ``home``:
-        ``(dtype, dim, whether it has the keys' heads)`` of what comes home."""
+        """``outgoing``: ``(tensor, whether it has the keys' heads)`` of the data sent out;
+        ``home``: ``(dtype, dim, whether it has the keys' heads)`` of the data sent back."""
         if not self._may_learn(index, tensors):
             return
         way = box = None
@@ -68,8 +68,8 @@ class _Way:
     """What a forward and a backward have in common.
 
     Args:
-        is_causal, box, out, home, parts: as the team tells.
-        outgoing: tensors ``(B, H, S, dim)`` of the kind that goes out.
+        is_causal, box, out, home, parts: what :meth:`Team.only_messages` returns.
+        outgoing: tensors ``(B, H, S, dim)`` of the kind that is sent out.
     """
 
     def __init__(self, job: Job, is_causal: bool, box: Mailbox, out, home, parts, outgoing):
@@ -85,7 +85,7 @@ class _Way:
 
     @property
     def is_current(self) -> bool:
-        """Whether the room still is one."""
+        """Whether the room is still in use."""
         return self._box.is_current
 
     def _send(self, *tensors: Tensor) -> None:
@@ -95,13 +95,13 @@ class _Way:
         self._box.push_heads(tensors, self._numbers, True)
 
     def _send_home(self, *pieces: Tensor) -> None:
-        """Own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``. The push waits until
-        what came out has been read."""
+        """Send back own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``. The push
+        waits until the data that came out has been read."""
         self._box.push_heads([as_heads(x) for x in pieces], self._numbers_home, True)
 
     def _collect(self, *results: Tensor) -> None:
-        """All heads of own rows, into ``results``; which are made when what was sent home is gone,
-        and have its memory."""
+        """Write all heads of own rows into ``results``, which are allocated after the tensors sent
+        back were freed and so reuse their memory."""
         if self._results is None:
             whole = [x.unsqueeze(-1) if x.dim() == 3 else x for x in results]
             views = [x.unflatten(1, (len(y), -1)).transpose(0, 1)

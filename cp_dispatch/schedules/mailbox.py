@@ -13,8 +13,8 @@ who resets it to 0. One step of the protocol, the same on every rank and in one 
     open     raise "free for you" at every peer
     push     take "free for me" of every peer, copy, raise "full" at every peer,
              copy what stays here, take "full" of every peer
-    wait     (the current stream waits for that one)
-    release  (that one waits until the current stream has read what came)
+    wait     (the current stream waits for this stream)
+    release  (this stream waits until the current stream has read the received data)
 
 Flags do not count, so a CUDA graph can replay a step. A rank waits only for work that its peers
 enqueue before they wait themselves, so there is no cycle, whatever else the ranks do in the same
@@ -56,19 +56,20 @@ class Mailbox(Room):
         own = memory(group, size, stream.device)
         _load_kernels(own, self._stream)
         super().__init__(group, own)
-        #: Whether a CUDA graph has captured what was done here.
+        #: Whether a CUDA graph has captured steps of this box.
         self.is_in_a_graph = False
-        # Whether the default stream has waited for everything that was queued here.
+        # Whether the default stream has waited for all work queued on the box's stream.
         self._is_quiet = False
-        # Whether it has pushed and read by itself, so that another stream has to wait for it.
+        # Whether the default stream itself has pushed and read, so that another stream has to wait
+        # for it.
         self._is_ahead = False
-        #: How many pulls there were (see :mod:`cp_dispatch.flex.to_the_end`).
+        #: The number of pulls so far (see :mod:`cp_dispatch.flex.to_the_end`).
         self.pulls = 0
-        # Once nobody reads what was offered here last, where that is known.
+        # Recorded when all ranks have read what was offered here last, if that is known.
         self._were_read: torch.cuda.Event | None = None
 
     def _begin(self) -> None:
-        """Before the first flag of a step is raised."""
+        """Called before the first flag of a step is raised."""
         if torch.cuda.is_current_stream_capturing():
             self.is_in_a_graph = True
         self._is_quiet = False
@@ -89,11 +90,11 @@ class Mailbox(Room):
         coming: Sequence[int] | None = None,
         ready_at_open: bool = False,
     ) -> None:
-        """Start copying to rooms of peers (and the own room), and receiving what other ranks, by
-        default the same ones, copy here; after :meth:`open` with those.
+        """Start copying to rooms of peers (and the own room), and receiving what other ranks (by
+        default the same ones) copy here; after :meth:`open` with those.
 
         ``sources`` come from :func:`~cp_dispatch.schedules.copy_ops.rows_for`. If they were ready
-        at :meth:`open`, the copies do not wait for what the current stream has got to do since.
+        at :meth:`open`, the copies do not wait for work queued on the current stream since then.
         """
         there, here = self._flags(peers)
         taken = here.full if coming is None else self._here.of(coming).full
@@ -144,10 +145,13 @@ class Mailbox(Room):
         sources: Sequence[Tensor],
         then_wait: bool = False,
     ) -> None:
-        """Offer the own room, which is full, and start copying from those of all peers. The flags
-        have exchanged roles: "free" means that a room can be read, "full" that it has been. The
-        stream is done once all peers have read this room. ``then_wait``: also does :meth:`wait`.
-        Then nothing can overlap, so the default stream itself pulls if it is the current one."""
+        """Offer the own room, which is full, and start copying from the rooms of all peers.
+
+        The flags have exchanged roles: "free" means that a room can be read, "full" that it has
+        been. The stream is done once all peers have read this room. ``then_wait``: also does
+        :meth:`wait`. Then nothing can overlap, so the default stream itself pulls if it is the
+        current one.
+        """
         there, here = self._all
         flags = there.free, here.free, there.full, here.full
         self.pulls += 1
@@ -162,12 +166,12 @@ class Mailbox(Room):
             self._were_read = torch.cuda.current_stream(self.device).record_event()
 
     def _is_carried_by_the_current_stream(self) -> bool:
-        """Whether that is the box's own, and its events are no graph's."""
+        """Whether the current stream is the box's own and is not being captured in a graph."""
         is_own = current_raw_stream(self.device) == self._stream
         return is_own and not torch.cuda.is_current_stream_capturing()
 
     def numbers(self, moves: list[int], opens: Sequence[Mailbox] = ()) -> Tensor:
-        """Of a call of :meth:`push_here` or :meth:`push_heads`, which never change; ``opens``:
+        """The constant numbers of a call of :meth:`push_here` or :meth:`push_heads`; ``opens``:
         boxes that the call opens."""
         there, here = self._all
         raised = [flag for box in opens for flag in box._all[0].free]
@@ -176,10 +180,12 @@ class Mailbox(Room):
     def push_here(
         self, first: Tensor, second: Tensor, numbers: Tensor, opens: Sequence[Mailbox] = ()
     ) -> None:
-        """:meth:`open` of the boxes ``opens``, then :meth:`push_rows` of two tensors
-        ``(B, H, S, D)``, token-major, and :meth:`wait`, on the default stream itself, which has to
-        be the current one. No stream waits for another, and received data need not be released. For
-        calls so short that this matters; so :meth:`numbers` are computed in advance."""
+        """Open the boxes ``opens``, then :meth:`push_rows` of two token-major tensors ``(B, H, S,
+        D)``, then :meth:`wait`, all on the default stream itself, which must be the current one.
+
+        No stream waits for another, and received data need not be released. This is for calls so
+        short that this matters, and therefore :meth:`numbers` are computed in advance.
+        """
         for box in (self, *opens):
             box._go_ahead()
         for box in opens:
@@ -190,9 +196,9 @@ class Mailbox(Room):
     def push_heads(
         self, sources: Sequence[Tensor], numbers: Tensor, then_wait: bool = False
     ) -> None:
-        """As :meth:`push_rows`, which opens, of heads as they lie (see :data:`push_heads`), with
-        numbers that :meth:`numbers` gave, of this box alone. With ``then_wait`` the default stream
-        pushes by itself, if that is the current one; then what came need not be released."""
+        """As :meth:`push_rows`, for heads in place (see :data:`push_heads`), with ``numbers`` from
+        :meth:`numbers`; it opens this box alone. With ``then_wait`` the default stream itself
+        pushes if it is the current one, and received data need not be released."""
         self._steps += self._marks
         if then_wait and on_default_stream(self.device):
             self._go_ahead()
@@ -209,8 +215,9 @@ class Mailbox(Room):
         self._is_ahead = True
 
     def let_side_follow(self) -> None:
-        """Where the current stream is not the default one, let the box's stream wait until that has
-        read what it pushed here, or pulled. (Not in a capture, before which it has.)"""
+        """If the current stream is not the default one, make the box's stream wait until the
+        default stream has read what it pushed here or pulled. (Not needed in a capture: it has read
+        before that.)"""
         if not self._is_ahead:
             return
         self._is_ahead = False
@@ -229,8 +236,9 @@ class Mailbox(Room):
         """Let the current stream wait until all ranks have read what was offered here before, but
         not for other work on the box's stream, such as gradients in transit.
 
-        If a CUDA graph's capture has not queued anything on the box's stream yet, that was before
-        the graph, or in its last replay, which ends after it; and a capture must not wait for it.
+        If the capture of a CUDA graph has not queued anything on the box's stream yet, the last
+        offer was before the graph, or in its last replay, which ends after it. A capture must not
+        wait for that.
         """
         if not on_default_stream(self.device):
             self.let_side_follow()
@@ -254,16 +262,18 @@ class Mailbox(Room):
         join_streams(self._own, self._stream, True)
 
 
-#: The steps of a call that mailboxes record: raised "free" for the peers; taken their "free",
-#: raised "full", and taken their "full".
+#: The steps of a call that mailboxes record. OPENED: raised "free" for the peers. PUSHED: taken
+#: their "free", raised "full", and taken their "full".
 OPENED, PUSHED = range(2)
 
 
 def _load_kernels(own: Tensor, stream: int) -> None:
-    """CUDA loads a kernel at its first launch, and may then wait for all streams, which must not
-    happen while one of them waits for a peer. So each kernel is launched here to copy 16 bytes onto
-    themselves: those that also raise flags, for few and for many copies, and the one that does
-    not."""
+    """Launch each kernel once, because CUDA loads a kernel at its first launch and may then wait
+    for all streams. That must not happen while one of them waits for a peer.
+
+    Each launch copies 16 bytes onto themselves: the kernels that also raise flags, for few and for
+    many copies, and the one that does not.
+    """
     here = own[HEADER : HEADER + 16].view(1, 1, 16)
     move = [0, 0, 1, here.data_ptr(), 16]
     for where, count in ((CURRENT, 1), (CURRENT, 64), (stream, 3)):

@@ -51,8 +51,8 @@ def mailbox(
         known[1].let_side_follow()
         known[1].retire()
         if known[1].is_in_a_graph:
-            _retired.append(known[1])  # its replays go on writing there
-    # Also for nothing: of another mesh dim's ranks some may have no batch row or no head.
+            _retired.append(known[1])  # its replays still write there
+    # Also for zero bytes: some ranks of another mesh dim may have no batch row or no head.
     room = max(1, -(-size // _GRAIN)) * _GRAIN
     readers = () if known is None else (torch.cuda.current_stream(stream.device), stream)
     box = apart(stream.device, _make, group, stream, room, readers, name, steps)
@@ -68,7 +68,7 @@ def _make(
     *notes,
 ) -> Mailbox:
     if readers:
-        _meet(group, stream.device, readers)  # nobody writes to, or reads, what goes now
+        _meet(group, stream.device, readers)  # nothing writes to, or reads, the old room now
     box = Mailbox(group, stream, size, *notes)
     _meet(group, stream.device, ())  # all flags are 0
     return box
@@ -105,7 +105,7 @@ def free() -> None:
         box.let_side_follow()
         if exists(group):
             _meet(group, box.device, (box.side,))
-        else:  # its last calls are over on all ranks once they are here
+        else:  # once all ranks are here, its last calls are over
             _finish(box.device, (box.side,))
         box.retire()
         if box.is_in_a_graph:

@@ -36,7 +36,8 @@ def pair_spans(length: int, world_size: int) -> tuple[tuple[Span, ...], ...]:
 
 
 def to_pairs(ring: Ring, *tensors: Tensor) -> list[Tensor]:
-    """Of tensors ``(B, H, S, ...)`` this rank's first half and its mirror's second, ascending."""
+    """This rank's first half and its mirror's second half of tensors ``(B, H, S, ...)``,
+    ascending."""
     return _put_together(ring, tensors, 0, int(ring.rank >= mirror_of(ring)))
 
 
@@ -46,11 +47,11 @@ def to_natural(ring: Ring, *tensors: Tensor) -> list[Tensor]:
 
 
 def _put_together(ring: Ring, tensors: tuple[Tensor, ...], kept: int, place: int) -> list[Tensor]:
-    """The half that is kept, the first or the second, in that place, and in the other one the half
-    that the mirror does not keep."""
+    """Put together the half that is kept, first or second, and the received half that the mirror
+    does not keep."""
     half = tensors[0].size(2) // 2
     swap = Swap(ring, tensors, (1 - kept) * half, half)
-    if swap.is_alone:  # its own pieces are a pair
+    if swap.is_alone:  # its own pieces are already a pair
         return list(tensors)
     results = [
         token_major(*x.shape, like=x) if x.dim() == 4 else x.new_empty(x.shape) for x in tensors

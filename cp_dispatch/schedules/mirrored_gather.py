@@ -39,15 +39,15 @@ from cp_dispatch.schedules.ranges import part
 
 
 class Shares(NamedTuple):
-    """Tiles of a rank, in order."""
+    """The tiles of a rank, in order."""
 
-    #: Of its rows with its own keys, before and after what others wait for.
+    #: Its rows with its own keys, before and after the work that other ranks wait for.
     early: tuple[Tile, ...] = ()
     late: tuple[Tile, ...] = ()
-    #: With gathered keys: the mirror's rows, counted from the first of them, and its own.
+    #: With gathered keys: the mirror's rows (counted from their first), and its own rows.
     mirrors: tuple[Tile, ...] = ()
     own: tuple[Tile, ...] = ()
-    #: What the mirror computes of this rank's rows.
+    #: This rank's rows that the mirror computes.
     given: tuple[Tile, ...] = ()
 
     @property
@@ -94,8 +94,8 @@ def _moved(found: tuple[Tile, ...], start: int) -> tuple[Tile, ...]:
 
 
 def slots_before(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
-    """As :func:`cp_dispatch.schedules.gather_plan.slots_of`: whether ``owner``'s keys are before
-    any rows that ``rank`` computes."""
+    """As :func:`cp_dispatch.schedules.gather_plan.slots_of`: ``owner``'s keys count if they are
+    before any rows that ``rank`` computes."""
     return ((0, owner),) if owner < max(rank, geometry.world_size - 1 - rank) else ()
 
 
@@ -114,7 +114,7 @@ class _MirroredGather:
     geometry = staticmethod(laid_out)
 
     def blocks(self, plan, rank: int) -> tuple[int, int]:
-        """Shards of keys that ``rank`` computes with, and all."""
+        """The number of shards of keys that ``rank`` computes with, and of all shards."""
         size = plan.world_size
         before = (slots_before(plan.geometry, rank, owner) for owner in range(size))
         return sum(map(bool, before)) + (2 * rank >= size - 1), size
@@ -220,7 +220,7 @@ class _Mine:
         self._ring, self._gives, self._takes = job.ring, bool(shares.given), bool(shares.mirrors)
         self._query, self._half = query, query.size(2) // 2
         self.shares = shares if query.numel() else Shares()
-        #: Ranks whose keys others see: the last one's are before nobody's rows.
+        #: The number of ranks whose keys other ranks see; no rows come after the last rank's keys.
         self.owners = job.geometry.world_size - 1
 
     def swap(self, *tensors: Tensor) -> Swap:

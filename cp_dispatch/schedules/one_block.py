@@ -26,7 +26,7 @@ from cp_dispatch.schedules.job import Job
 
 
 class _OneBlock:
-    """Each rank computes one block: its rows, or all, with its keys, or all."""
+    """Each rank computes one block: its own rows, or all rows, with its own keys, or all keys."""
 
     def __init__(self, queries_are_whole: bool):
         self.queries_are_whole = queries_are_whole
@@ -80,7 +80,7 @@ class _OneBlock:
         tiles = job.tiles(job.rank, query)
         summing_queries = self.queries_are_whole and job.ring is not None
         summing_keys = not self.queries_are_whole and job.ring is not None
-        # A sum over the ranks is rounded once, so its parts stay wide.
+        # The sum over the ranks is rounded only once, so its parts stay wide.
         wide = wide_dtype(query.dtype) if summing_queries else None
         query_grad = QueryGradient(query, tiles, wide)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None

@@ -108,7 +108,7 @@ def backward(
 
 
 def _is_empty(query: Tensor) -> bool:
-    """No batch row or head, on any rank of the ring: kernels refuse that."""
+    """Whether all ranks of the ring have no batch row or no head, which kernels refuse."""
     return 0 in query.shape[:2]
 
 
@@ -116,7 +116,7 @@ def _is_empty(query: Tensor) -> bool:
 
 
 def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
-    """Of a forward and of a backward."""
+    """The collectives of a forward and of a backward."""
     _, key, _ = plan.shards
     keys = Transfer("all_gather", "key, value", plan.key_row_bytes * key[2])
     owners = (owner for owner in range(plan.world_size) if owner != rank)
@@ -126,8 +126,9 @@ def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
-    """As :func:`cp_dispatch.report.extra_bytes`: the keys as they come and as they are seen; in the
-    backward their gradients as the kernel gives them, as they are sent and as they come."""
+    """As :func:`cp_dispatch.report.extra_bytes`: the keys as they arrive and as prefixes; in a
+    backward also their gradients as the kernel returns them, as they are sent and as they
+    arrive."""
     query, _, value = plan.padded_shards
     ranks = range(plan.world_size)
     owned = sum(map(plan.geometry.key_length, ranks)) * plan.key_row_bytes
@@ -140,7 +141,7 @@ def extra_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def blocks(plan: Plan, rank: int) -> tuple[int, int]:
-    """Blocks that ``rank`` computes, and those that there are for it."""
+    """The number of blocks that ``rank`` computes, and the number of all its blocks."""
     found: Geometry = plan.geometry
     owners = range(plan.world_size)
     return sum(bool(found.tiles(rank, owner)) for owner in owners), len(owners)

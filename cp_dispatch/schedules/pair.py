@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Pair:
-    """How a key block ``(B, Hkv, S, D)`` and a value block ``(B, Hkv, S, Dv)`` lie in a buffer:
-    first the key, then the value, each token-major ``(B, S, Hkv, D)``."""
+    """The layout of a key block ``(B, Hkv, S, D)`` and a value block ``(B, Hkv, S, Dv)`` in a
+    buffer: first the key, then the value, each token-major ``(B, S, Hkv, D)``."""
 
     def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
         self._like = key
@@ -23,18 +23,19 @@ class Pair:
         return self._like.new_empty(self.numel(length), dtype=self.dtype)
 
     def views(self, buffer: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Key and value views, ``(B, Hkv, length, D)``, of the front of a buffer."""
+        """Key and value views, ``(B, Hkv, length, D)``, at the start of a buffer."""
         views, offset = [], buffer.storage_offset()
         for dim in self._dims:
             row = self._heads * dim
             size = (self._batch, self._heads, length, dim)
-            # One call for a view: split, view and transpose take four times as long on the host.
+            # One call per view, because split, view and transpose take four times as long on the
+            # host.
             views.append(buffer.as_strided(size, (length * row, dim, row, 1), offset))
             offset += self._batch * length * row
         return tuple(views)
 
     def pack(self, key: Tensor, value: Tensor, buffer: Tensor) -> None:
-        """Copy one block into the front of ``buffer``."""
+        """Copy one block to the start of ``buffer``."""
         into_key, into_value = self.views(buffer, key.size(2))
         into_key.copy_(key)
         into_value.copy_(value)

@@ -1,4 +1,4 @@
-"""Gathers keys and values of all ranks as prefixes in natural order, one after the other
+"""Gathers keys and values of all ranks as prefixes in natural order, one prefix after the other
 (:mod:`prefix_plan`)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prefix_keys(
     """The prefixes of this rank: ``come()`` moves them here."""
     rows = most_keys(geometry)
     per_key = (key.nbytes + value.nbytes) // max(1, key.size(2))
-    # The same on every rank, or they would not all make the room.
+    # The same on every rank, because all ranks must make the room together.
     box = ring.mailbox("prefixes", aligned(rows * per_key) + GRAIN)
     if box is None:
         return GatheredPrefixes(key, value, geometry, ring)
@@ -35,7 +35,7 @@ def prefix_keys(
 
 
 class GatheredPrefixes:
-    """By an all-gather, and a copy of what came in the order in which it is seen."""
+    """By an all-gather, and a copy of the gathered keys into the order of the prefixes."""
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring):
         self._pair, self._tensors, self._ring = Pair(key, value), (key, value), ring
@@ -67,11 +67,11 @@ class GatheredPrefixes:
         )
 
     def release(self) -> None:
-        """Nothing reads them any more; the views hold their memory."""
+        """Called when nothing reads them any more; the views hold their memory."""
 
 
 class PushedPrefixes:
-    """Put here by their owners, each piece once for each prefix that has it."""
+    """Written here by their owners, each piece once for each prefix that contains it."""
 
     def __init__(self, key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
         self._tensors = key, value
@@ -80,7 +80,7 @@ class PushedPrefixes:
         if rooms is None:
             box.forget_many()
             rooms = box.views[place] = _rooms(key, value, geometry, ring, box)
-        #: Numbers for the box, and the views of what comes.
+        #: The numbers for the box, and the views of the data that arrives.
         self.moves, self.own = rooms
         self.box = box
 
@@ -95,10 +95,11 @@ class PushedPrefixes:
 
 
 def _rooms(key: Tensor, value: Tensor, geometry: Geometry, ring: Ring, box: Mailbox):
-    """Where keys and values go, as ``moves`` of :class:`Mailbox`, and the views of what comes."""
+    """Where keys and values go, as ``moves`` for :class:`Mailbox`, and the views of the data that
+    arrives."""
     moves = []
     for step in range(ring.world_size):
-        # No two ranks push to one at a time; the nearest first, oneself last.
+        # Nearest rank first, so that no two ranks write to the same rank at a time; this rank last.
         peer = (ring.rank + 1 + step) % ring.world_size
         starts, keys = prefix_starts(geometry, peer), keys_of(geometry, peer)
         for parcel in prefix_parcels(geometry, peer, ring.rank):

@@ -19,7 +19,7 @@ MOST_RUNS = 4
 
 
 class Prefix(NamedTuple):
-    """Rows of a run, and keys that its last row sees."""
+    """The rows of a run, and the number of keys that its last row sees."""
 
     rows: int
     keys: int
@@ -90,8 +90,8 @@ def most_keys(geometry: Geometry) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def prefix_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
-    """Which of ``owner``'s keys are in which prefix of ``rank``, and where; the same for keys and
-    for the gradients that are sent back."""
+    """The parts of ``owner``'s keys in each prefix of ``rank``, and their places; the same for keys
+    and for the gradients that are sent back."""
     parcels, place = [], 0
     for span in geometry.key_spans[owner]:
         # Unless the mask depends on positions, keys may be in the order of the ranks.
@@ -117,7 +117,7 @@ def gradient_parcels(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel,
 
 
 def pairs_of(geometry: Geometry, rank: int) -> int:
-    """(query, key) pairs that a rank's kernel computes."""
+    """The number of (query, key) pairs that a rank's kernel computes."""
     return sum(
         rows * keys - (rows * (rows - 1) // 2 if geometry.causal else 0)
         for rows, keys in prefixes_of(geometry, rank)

@@ -20,9 +20,9 @@ from cp_dispatch.schedules.head_moves import Moves
 from cp_dispatch.schedules.mailbox import on_default_stream
 from cp_dispatch.schedules.wire import Part, collect
 
-# Bytes of a row's heads for one rank below which rows are packed before they are copied.
+# Rows are packed before they are copied if their heads for one rank take fewer bytes than this.
 _LEAST_WIDTH = 1024
-#: The most copies for one tensor to one rank: each costs the host some microseconds.
+#: The most copies of one tensor to one rank, because each costs the host some microseconds.
 MOST_COPIES = 16
 
 
@@ -41,7 +41,7 @@ class _Pushed:
             known = box.views[moves, packed] = moves.numbers(box, packed), moves.own(box)
         numbers, self._own = known
         box.push_heads(tensors, numbers, self._at_once)
-        # Not all that the box's stream does, for the next stage's messages come behind.
+        # Do not wait for the whole of the box's stream, because the next stage's messages follow.
         waits = not self._at_once and ring.stream is not None
         self._there = ring.stream.record_event() if waits else None
 
@@ -63,12 +63,12 @@ class PushedOutward(_Pushed):
         self._push(*packed_heads(parts, tensors, at_once))
 
     def wait(self) -> list[Tensor]:
-        """All rows of own heads, ``(B, heads, S, dim)``, in the order of kernels."""
+        """Wait for all rows of own heads, ``(B, heads, S, dim)``, in the order of kernels."""
         self._wait()
         return self._own
 
     def release(self) -> None:
-        """Nothing reads them any more."""
+        """Called when nothing reads them any more."""
         self._box.release()
 
 
@@ -108,8 +108,8 @@ class PushedHomeward(_Pushed):
 
 
 def packed_heads(parts: Sequence[Part], tensors: Sequence[Tensor], at_once: bool):
-    """Tensors ``(B, H, S, dim)`` that go out, as :meth:`Moves.numbers` has them, and which of them
-    are packed: none where a kernel copies them."""
+    """Tensors ``(B, H, S, dim)`` to send, in the form for :meth:`Moves.numbers`, and which of them
+    are packed: none if a kernel copies them."""
     if at_once and on_default_stream(tensors[0].device):
         return [as_heads(x) for x in tensors], (False,) * len(parts)
     thin = are_thin(parts, tensors)
@@ -121,8 +121,8 @@ def packed_heads(parts: Sequence[Part], tensors: Sequence[Tensor], at_once: bool
 
 
 def as_heads(tensor: Tensor) -> Tensor:
-    """A tensor ``(B, H, S, dim)``, or ``(B, H, S)`` of one number a row, as
-    :meth:`Mailbox.push_heads` takes it."""
+    """A tensor ``(B, H, S, dim)``, or ``(B, H, S)`` for one number per row, in the form for
+    :meth:`Mailbox.push_heads`."""
     if goes_as_it_is(tensor):
         return tensor
     if tensor.dim() == 3:
@@ -133,7 +133,7 @@ def as_heads(tensor: Tensor) -> Tensor:
 
 
 def goes_as_it_is(tensor: Tensor) -> bool:
-    """Whether :func:`as_heads` is the tensor itself."""
+    """Whether :func:`as_heads` returns the tensor itself."""
     if tensor.dim() == 3:
         return tensor.is_contiguous()
     return tensor.size(3) > 1 and has_heads_in_rows(tensor)
@@ -150,7 +150,7 @@ def are_thin(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[bool, ..
 
 
 def _packed(found: Sequence[tuple[Tensor, Part, bool]]) -> list[Tensor]:
-    """Each as ``(B * ranks, heads, S, dim)``, each rank's heads in one piece."""
+    """Each tensor as ``(B * ranks, heads, S, dim)``, with each rank's heads contiguous."""
     wholes, targets, sources = [], [], []
     for tensor, part, _ in found:
         ranks, (start, count) = len(part.heads), part.heads[0]

@@ -37,8 +37,8 @@ def places(world_size: int) -> int:
 
 
 class _Hops:
-    """The ranks that a rank sends to and receives from at each hop, and the places in the rooms,
-    which hold :func:`places` ``pair``s of the longest shard, used by hops in turn."""
+    """The ranks that a rank sends to and receives from at each hop, and the places in the rooms. A
+    room holds :func:`places` ``pair``s of the longest shard, used by hops in turn."""
 
     def __init__(self, job: Job, box: Mailbox, pair: Pair):
         self.geometry, self.rank, self.box, self._pair = job.geometry, job.rank, box, pair
@@ -56,14 +56,14 @@ class _Hops:
         return bool(self.geometry.tiles(rank, owner))
 
     def room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views ``(B, H, length, D)`` of what comes to a rank at a hop."""
+        """Views ``(B, H, length, D)`` of the data that arrives on a rank at a hop."""
         size = self._pair.numel(self._longest)
         offset = hop % places(self.world_size) * size * self._pair.dtype.itemsize
         return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)
 
 
 def _rows(views: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Views of a room as copies take them."""
+    """Views of a room in the form for copies."""
     return [x.transpose(1, 2) for x in views]
 
 
@@ -77,7 +77,8 @@ class PushedShards(_Hops):
 
     @contextlib.contextmanager
     def moving_on(self):
-        """Within it, compute with ``key`` and ``value``, while those of the next hop arrive."""
+        """In this context, compute with ``key`` and ``value`` while those of the next hop
+        arrive."""
         self.hop += 1
         owner, reader = self.before(self.hop), self.after(self.hop)
         last = self.hop == self.world_size
@@ -101,7 +102,7 @@ class PushedShards(_Hops):
 
 @functools.lru_cache(maxsize=256)
 def shares_overlap(geometry: Geometry | RowGeometry) -> bool:
-    """Whether at some hop several tiles of a batch row have gradients of the same keys."""
+    """Whether at some hop several tiles of a batch row have gradients for the same keys."""
     ranks = range(geometry.world_size)
     for rank, owner in itertools.permutations(ranks, 2):
         windows = sorted(
@@ -119,10 +120,10 @@ def shares_overlap(geometry: Geometry | RowGeometry) -> bool:
 class ReturnedShares(_Hops):
     """As :class:`~cp_dispatch.schedules.gradients.TravellingGradient`. At each hop::
 
-        add        add what came at the last one to the sum, and take this hop's shares
-        pass_on    send them to the keys' owner; open the room for what comes at the next one
+        add        add what arrived at the last hop to the sum, and take this hop's shares
+        pass_on    send them to the keys' owner; open the room for the next hop
 
-    What a rank sends an owner is one *window* of its keys: that of a single tile, or all of them.
+    A rank sends an owner one *window* of its keys: that of a single tile, or all of them.
     """
 
     def __init__(self, key: Tensor, value: Tensor, job: Job, box: Mailbox, dtype):
@@ -137,12 +138,12 @@ class ReturnedShares(_Hops):
         self._open(1)
 
     def add(self, shares: list[KeyShare]) -> None:
-        """Add what came for this rank's keys, and keep this hop's shares."""
+        """Add the shares that arrived for this rank's keys, and keep this hop's shares."""
         self._collect()
         self._shares = shares
 
     def pass_on(self) -> None:
-        """Start sending this hop's shares to the keys' owner, while that of another comes."""
+        """Start sending this hop's shares to the keys' owner, while another rank's arrive."""
         hop, shares, self._shares = self.hop, self._shares, []
         self.hop = hop + 1
         if hop == 0:
@@ -174,8 +175,8 @@ class ReturnedShares(_Hops):
         )
 
     def _open(self, hop: int) -> None:
-        """Let the rank that sends at a hop write where that hop's share goes: what was there has
-        been added before."""
+        """Let the rank that sends at a hop write its share; the previous share in that place has
+        already been added."""
         if hop < self.world_size and self._tiles(self.after(hop), self.rank):
             self.box.open([self.after(hop)])
 
@@ -201,23 +202,24 @@ class ReturnedShares(_Hops):
                 window_of(total, share.start, part, share.row).add_(part)
 
     def _tiles(self, rank: int, owner: int):
-        """The tiles of whose gradients ``rank`` sends ``owner`` the sum."""
+        """The tiles whose summed gradients ``rank`` sends to ``owner``."""
         key, value = self._key, self._value
-        # Of all ranks alike: this one may own no key and have gradients of others'.
+        # The same on all ranks: a rank may own no key and still have gradients of others' keys.
         if 0 in (*key.shape[:2], key.size(3), value.size(3)):
             return ()
         rows = key.size(0)
         return self.geometry.tiles_of(rank, owner, self._job.batch_start, rows)
 
     def _window(self, rank: int, owner: int) -> tuple[int, int]:
-        """First key and number of keys of what ``rank`` sends."""
+        """The first key and the number of keys of the window that ``rank`` sends."""
         tiles = self._tiles(rank, owner)
         if len(tiles) == 1 and tiles[0].row is None:
             return tiles[0].key_start, tiles[0].key_length
         return 0, self.geometry.key_length(owner)
 
     def _in_one(self, shares: list[KeyShare], owner: int):
-        """A hop's shares in one piece: its window, and dK and dV; as they are, or their sum."""
+        """A hop's shares in one piece: the window, and dK and dV, either as they are or as the sum
+        of several shares."""
         start, length = window = self._window(self.rank, owner)
         if len(shares) == 1:
             dk, dv, _, row = shares[0]

@@ -115,7 +115,7 @@ def _key_gradient(
     """``pushed``: whether copy engines move the keys; if not, they do not move gradients either."""
     dtype, box = job.backend.gradient_dtype(key.dtype), None
     if pushed:
-        # Looks at all pairs of ranks, which are those of one host here.
+        # This looks at all pairs of ranks, which are few: the ranks of one host.
         dtype = wide_dtype(dtype) if shares_overlap(job.geometry) else dtype
         box = _box("ring gradients", Pair(key, value, dtype), job)
     if box is None:
@@ -124,7 +124,7 @@ def _key_gradient(
 
 
 def _box(name: str, pair: Pair, job: Job):
-    """Room for the shards that are on their way."""
+    """The mailbox for the shards in transit."""
     if job.ring is None:
         return None
     world_size = job.geometry.world_size
@@ -145,15 +145,15 @@ class TravellingKeys:
         self._ring = ring = job.ring
         self._hop = 0
         self._transitions = geometry.key_transitions if ring is not None else 0
-        # Taken from the current stream's memory, also when the side stream fills them: the
-        # current stream has waited for every move before they are given back.
+        # Allocated on the current stream, although the side stream may fill them: the current
+        # stream has waited for every move before they are freed.
         length = max(map(geometry.key_length, range(geometry.world_size)))
         self._buffers = [self._pair.buffer(length) for _ in range(2 if self._transitions else 0)]
 
     @contextlib.contextmanager
     def moving_on(self):
-        """Within it, compute with ``key`` and ``value``, while the shard of the next hop arrives,
-        if some rank still needs one. Afterwards that is the current shard."""
+        """In this context, compute with ``key`` and ``value`` while the shard of the next hop
+        arrives, if some rank still needs one. Afterwards that shard is the current one."""
         if self._hop >= self._transitions:
             yield
             self._hop += 1
@@ -171,7 +171,8 @@ class TravellingKeys:
         self._hop += 1
 
     def _post(self):
-        """Start the move to the next hop: its work, where it arrives, and how many rows."""
+        """Start the move to the next hop. Returns its work, where it arrives, and the number of
+        rows."""
         rank, previous = (
             self._ring.rank,
             (self._ring.rank - 1) % self._geometry.world_size,
@@ -190,9 +191,9 @@ class TravellingKeys:
         return (rank - self._hop) % self._geometry.world_size
 
     def _moving(self, rank: int) -> int:
-        """Rows that ``rank`` sends on in this move."""
+        """The number of rows that ``rank`` passes on in this move."""
         return self._geometry.key_length(self._owner(rank)) if self._leaves(rank) else 0
 
     def _leaves(self, rank: int) -> bool:
-        """Whether what ``rank`` holds is needed further on."""
+        """Whether the keys that ``rank`` holds are needed at a later hop."""
         return self._geometry.last_hop(self._owner(rank)) > self._hop

@@ -16,7 +16,7 @@ from torch import Tensor
 from cp_dispatch._compat import symmetric_memory
 from cp_dispatch.errors import ContextParallelError
 
-#: Bytes of the flags, ahead of the room; the last four count blocks of a kernel.
+#: Bytes of the flags, which precede the room; the last four count blocks of a kernel.
 HEADER = 4096
 
 
@@ -47,15 +47,16 @@ class Room:
         def flag(room: int, kind: int, writer: int) -> int:
             return starts[room] + 4 * (kind * len(ranks) + writer)
 
-        # Those of this rank in the rooms of others, which it raises, and of others in its own.
+        # This rank's flags in the rooms of others, which it raises, and the others' flags in its
+        # own room.
         self._there = Flags(*([flag(rank, kind, self._rank) for rank in ranks] for kind in (0, 1)))
         self._here = Flags(*([flag(self._rank, kind, rank) for rank in ranks] for kind in (0, 1)))
-        # Of all peers, as most calls take them.
+        # The flags of all peers, which most calls use.
         self._all = self._there.of(self._peers), self._here.of(self._peers)
-        #: Whether :mod:`~cp_dispatch.schedules.mailboxes` give this one: no larger one took its
-        #: place, nobody freed it.
+        #: Whether :mod:`~cp_dispatch.schedules.mailboxes` returns this room: no larger one has
+        #: replaced it, and it was not freed.
         self.is_current = True
-        #: For views of the rooms that a user makes at each call: they never move.
+        #: A cache for views of the rooms that a caller would make at each call; rooms never move.
         self.views: dict[Hashable, Any] = {}
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -64,41 +65,42 @@ class Room:
         return self._memory[rank][start : start + numel * dtype.itemsize].view(dtype)
 
     def address(self, rank: int, offset: int) -> int:
-        """Of a place in a rank's room, ``offset`` in bytes."""
+        """The address of a place in a rank's room, ``offset`` in bytes."""
         return self._memory[rank].data_ptr() + HEADER + offset
 
     def move(
         self, source: int, first: int, rows: int, rank: int, offset: int, stride: int
     ) -> list[int]:
-        """One of the ``moves`` of :meth:`Mailbox.push_rows`: rows of the source of that number to a
-        rank's room, ``offset`` bytes from its start and ``stride`` between batch rows."""
+        """One of the ``moves`` of :meth:`Mailbox.push_rows`: it copies rows of the source with that
+        index to a rank's room, ``offset`` bytes from its start, with ``stride`` bytes between batch
+        rows."""
         return [source, first, rows, self.address(rank, offset), stride]
 
     def forget_many(self, most: int = 64) -> None:
-        """Keep ``views`` small where shapes change all the time."""
+        """Keep ``views`` small if shapes change all the time."""
         if len(self.views) >= most:
             self.views.clear()
 
     def retire(self) -> None:
         """Mark the room as replaced or freed."""
         self.is_current = False
-        self.views.clear()  # what is kept there may refer to the box
+        self.views.clear()  # cached views may refer to the box
 
     def _flags(self, peers: Sequence[int] | None) -> tuple[Flags, Flags]:
-        """Of all peers or those given: flags of this rank there, and theirs here."""
+        """The flags of this rank at all peers, or at those given, and the peers' flags here."""
         return self._all if peers is None else (self._there.of(peers), self._here.of(peers))
 
 
 def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:
-    """Flags, which are 0, and ``size`` bytes that peers can address. If a rank cannot allocate
-    them, all ranks raise."""
+    """Allocate flags, set to 0, and ``size`` bytes that peers can address. If a rank cannot
+    allocate them, all ranks raise."""
     found = error = None
     missing = torch.zeros(1, dtype=torch.int64, device=device)
     how = (HEADER + size,), (1,), torch.uint8, device
     try:
         try:
             found = symmetric_memory.empty_strided_p2p(*how)
-        except RuntimeError:  # torch holds on to what tensors gave back
+        except RuntimeError:  # torch's allocator may hold freed memory
             torch.cuda.empty_cache()
             found = symmetric_memory.empty_strided_p2p(*how)
     except RuntimeError as e:

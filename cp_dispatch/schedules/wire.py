@@ -36,8 +36,8 @@ class Part(NamedTuple):
     heads: tuple[Span, ...]
 
     def step(self, all_heads: int) -> int:
-        """How many heads further each rank's heads are, with as many for every one; 0 where they
-        are not dealt so."""
+        """The distance between the first heads of consecutive ranks, if all ranks have equally
+        many; 0 if heads are not dealt that way."""
         start, count = self.heads[0]
         step, rest = divmod(all_heads, len(self.heads))
         even = all(span == (start + rank * step, count) for rank, span in enumerate(self.heads))
@@ -56,7 +56,7 @@ class Wire:
         self.parts, self._batch, self._rank, self._lengths = parts, batch, rank, lengths
         ranks = range(len(lengths))
         self._places: list[list[int]] = []
-        self._rows: list[int] = []  # bytes of a row of each rank's heads
+        self._rows: list[int] = []  # bytes per row of each rank's heads
         for r in ranks:
             places, end = [], 0
             for part in parts:
@@ -65,7 +65,7 @@ class Wire:
                 end += -(-size // _ALIGNMENT) * _ALIGNMENT
             self._places.append(places)
             self._rows.append(end)
-        #: Bytes of own rows for each rank, and of each rank's rows of own heads.
+        #: Bytes of own rows with each rank's heads, and of each rank's rows with own heads.
         self.own = [lengths[rank] * batch * self._rows[r] for r in ranks]
         self.all = [lengths[r] * batch * self._rows[rank] for r in ranks]
 
@@ -78,7 +78,7 @@ class Wire:
         for part, place in zip(self.parts, self._places[rank], strict=True):
             size = part.dtype.itemsize
             step = row // size
-            # A batch of 1 has the stride that tells kernels that the memory is token-major.
+            # A batch of 1 gets the stride from which kernels see that the memory is token-major.
             batch = step if self._batch > 1 else step * length
             views.append(
                 buffer.view(part.dtype).as_strided(
@@ -90,7 +90,8 @@ class Wire:
         return views
 
     def own_pairs(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Own rows: views of the buffer, and the views of ``tensors`` that they stand for."""
+        """The own rows: views of the buffer, and the views of ``tensors`` that correspond to
+        them."""
         ranks, length = len(self._rows), self._lengths[self._rank]
         steps = [part.step(x.size(1)) for part, x in zip(self.parts, tensors, strict=True)]
         if not all(steps):
@@ -134,17 +135,17 @@ class Outward:
         self._send = like.new_empty(sum(wire.own), dtype=torch.uint8)
         self._receive = like.new_empty(sum(wire.all), dtype=torch.uint8)
         self._batch = like.size(0)
-        # Taken from the current stream's memory before the mark, and given back when it has
-        # waited, although the side stream fills them.
+        # Allocated on the current stream before the mark and freed after it has waited, although
+        # the side stream fills them.
         with ring.after(ring.mark()):
             _copy(wire.own_pairs(self._send, tensors))
             self._work = ring.exchange_all(self._send, wire.own, self._receive, wire.all)
 
     def wait(self) -> list[Tensor]:
-        """Key, query or whatever was sent, ``(B, heads, all rows, dim)`` views of one buffer."""
+        """Wait for what was sent: views ``(B, heads, all rows, dim)`` of one buffer."""
         self._work.wait()
         buffer = self._receive
-        self._send = self._receive = self._work = None  # NCCL's holds what it wrote to
+        self._send = self._receive = self._work = None  # NCCL's work holds its output
         if self._order is not None and buffer.numel():
             ordered = torch.empty_like(buffer)
             rows = self._order.there.size(-1)
@@ -168,7 +169,7 @@ class Homeward:
     def __init__(
         self, ring: Ring, wire: Wire, pieces: Sequence[Sequence[Tensor]], order: Order | None
     ):
-        # Whose memory must stay while the side stream reads.
+        # Their memory must stay allocated while the side stream reads.
         self._wire, self._held = wire, (pieces, order)
         like = pieces[0][0]
         self._receive = like.new_empty(sum(wire.own), dtype=torch.uint8)
@@ -182,7 +183,8 @@ class Homeward:
             self._work = ring.exchange_all(self._send, wire.all, self._receive, wire.own)
 
     def _as_it_is(self, pieces) -> Tensor | None:
-        """The one tensor's memory, where it is that of the message."""
+        """The memory of the only tensor, if it already has the layout of the message; otherwise
+        None."""
         if len(pieces) != 1 or len(pieces[0]) != 1:
             return None
         rows = pieces[0][0].permute(2, 0, 1, 3)
@@ -204,16 +206,16 @@ class Homeward:
         _copy(pairs, None if order is None else order.back)
 
     def wait(self, *results: Tensor) -> None:
-        """Write own rows of all heads into ``results``; what several ranks have of one head is
-        added up, in ``results``' dtype."""
+        """Write own rows of all heads into ``results``; if several ranks have shares of one head,
+        sum them in ``results``' dtype."""
         self._work.wait()
         self._send = self._held = self._work = None
         collect(self._wire.parts, self._wire.own_pairs(self._receive, results), results)
 
 
 def collect(parts: Sequence[Part], pairs, results: Sequence[Tensor]) -> None:
-    """Write what came into ``results``, of which pairs hold ``(what came, its place)``; add up
-    what came from several ranks."""
+    """Write received data into ``results``. ``pairs`` are ``(received, its place in results)``;
+    shares from several ranks are summed."""
     if not any(part.are_shared for part in parts):
         _copy([(place, came) for came, place in pairs])
         return
@@ -224,7 +226,8 @@ def collect(parts: Sequence[Part], pairs, results: Sequence[Tensor]) -> None:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]], index: Tensor | None = None) -> None:
-    """Each first tensor from the second; with an index along the rows, dim 2 of 4."""
+    """Copy the second tensor of each pair to the first; with an index along the rows, dim 2 of
+    4."""
     pairs = [(target, source) for target, source in pairs if target.numel()]
     if not pairs:
         return

@@ -41,7 +41,7 @@ class VarlenCall:
     @property
     def window(self) -> Window:
         left, right = self.window_size or (-1, -1)
-        # The kernel takes any number below 0 for none.
+        # The kernel treats any negative number as no limit.
         return Window(max(-1, int(left)), 0 if self.is_causal else max(-1, int(right)))
 
     def describe(self) -> str:

@@ -87,7 +87,7 @@ def _heads(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, window: Window, scale: float) -> Tensor:
-    """``(H, rows, keys)``, -inf where a row does not see a key."""
+    """Scores ``(H, rows, keys)``, -inf where a row does not see a key."""
     scores = torch.einsum("qhd,khd->hqk", _wide(query), _heads(key, query)) * scale
     if window.is_full:
         return scores

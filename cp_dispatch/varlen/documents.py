@@ -31,8 +31,8 @@ from cp_dispatch.layouts import Span
 
 
 class Window(NamedTuple):
-    """How many keys a row sees before and after the diagonal, not counting the diagonal; -1:
-    all."""
+    """The number of keys that a row sees before and after the diagonal, not counting the diagonal;
+    -1 for all."""
 
     left: int
     right: int
@@ -94,7 +94,7 @@ def _not_cumulative(name: str, starts: Sequence[int], length: int) -> Iterator[s
 
 
 def lengths(starts: Sequence[int]) -> list[int]:
-    """How long each document is."""
+    """The length of each document."""
     return [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
 
 
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(documents: Documents, window: Window, runs: Sequence[Span]) -> list[Piece]:
-    """The pieces of a rank that holds the ``runs`` of query positions one after the other.
+    """The pieces of a rank whose shard is the ``runs`` of query positions, one after the other.
 
     Rows outside of all documents are in no piece.
     """
@@ -124,7 +124,7 @@ def pieces_of(documents: Documents, window: Window, runs: Sequence[Span]) -> lis
             if first >= last:
                 pass
             elif window.is_full and found and found[-1].document == document:
-                # Its rows follow those of another run, and all see the same keys.
+                # These rows follow those of another run of the document, and all see the same keys.
                 found[-1] = found[-1]._replace(rows=found[-1].rows + last - first)
             else:
                 keys = _keys_of(documents, window, document, first, last)
@@ -141,7 +141,7 @@ def _keys_of(
     start, stop = documents.keys[document : document + 2]
     if window.is_full:
         return start, stop - start, 0
-    # The diagonal of a row at a position, both global.
+    # The position of a row's diagonal minus that of the row, both global.
     diagonal = stop - documents.queries[document + 1]
     begin = start if window.left < 0 else max(start, first + diagonal - window.left)
     end = stop if window.right < 0 else min(stop, last + diagonal + window.right)
@@ -151,7 +151,7 @@ def _keys_of(
 
 
 def union(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Positions in any of the spans, as runs in ascending order."""
+    """The positions that are in any of the spans, as runs in ascending order."""
     merged: list[Span] = []
     for position, length in sorted(span for span in spans if span[1]):
         end = sum(merged[-1]) if merged else -1

@@ -30,14 +30,14 @@ class Exchange:
         self._gives = [Selector(spans, device) for spans in traffic.gives]
         self._owners = range(len(traffic.takes))
         self._given = [sum(span.length for span in spans) for spans in traffic.gives]
-        # Of what sums are made: this rank's part first, then those of others in ascending order.
+        # The parts of the sums: this rank's first, then those of other ranks in ascending order.
         self._takers = [taker for taker, count in enumerate(self._given) if count]
         self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
         self._places = tuple(place for runs in self._runs for place in in_turn(runs))
 
     def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[list[Tensor]]:
-        """The compact keys of this rank, from its shards ``(rows, Hkv, D)``, and its compact
-        values: what comes from every rank."""
+        """This rank's compact keys and compact values, each as the parts from every rank; ``key``
+        and ``value`` are its shards ``(rows, Hkv, D)``."""
         tensors = key, value
         own = [self._home.take(x) for x in tensors]
         if not self.moves:
@@ -51,8 +51,8 @@ class Exchange:
     def bring_back(
         self, ring: Ring | None, grads: Sequence[Tensor], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send the gradients of this rank's compact keys to their owners, and return the sums of
-        all ranks' gradients of this rank's own keys, like ``like``, its shards. Rounded once."""
+        """Send the gradients of this rank's compact keys to their owners. Returns the sums of all
+        ranks' gradients for this rank's own keys, like its shards ``like``, rounded once."""
         parts = [list(grad.split(list(self._takes))) for grad in grads]
         own = [of_owners[self._rank] for of_owners in parts]
         came = []

@@ -44,7 +44,7 @@ def install(current_options, plain_context) -> None:
     ops = [] if _installed else varlen_ops()
     if not ops:
         return
-    # All are fetched first: a kernel at one key changes what torch computes for the others.
+    # All are fetched first, because a kernel at one key changes what torch computes for the others.
     kernels = {
         (op, key): torch.library.get_kernel(f"torch_attn::{op}", key) for op in ops for key in _KEYS
     }
@@ -54,7 +54,7 @@ def install(current_options, plain_context) -> None:
         before = _before(op, kernel, current_options, plain_context)
         library.impl(op, before, key, with_keyset=True, allow_override=True)
     for op in ops:
-        # In inference mode a DTensor's Python key comes before all of them.
+        # In inference mode a DTensor's Python key comes before all of these keys.
         rule = _inference_rule(op, current_options)
         torch.library.register_torch_dispatch(f"torch_attn::{op}", DTensor, rule, lib=library)
         forget_resolved_kernels(getattr(torch.ops.torch_attn, op).default)
@@ -78,7 +78,7 @@ def _before(op: str, kernel, current_options, plain_context):
             options = _options_now(current_options)
             if options is not None:
                 return _attend(op, options, args, kwargs)
-        # A trace goes on to torch's, and its graph raises where it runs.
+        # A trace continues to torch's kernel, and its graph raises when it runs.
         elif not any(is_fake(x) for x in tensors) and (context := plain_context()) is not None:
             error = ContextParallelError(PLAIN_SHARDS)
             tell_refusal(context.mesh, error)

@@ -38,8 +38,8 @@ def documents_of(cu_seq_q: Tensor, cu_seq_k: Tensor) -> Documents:
 
 
 class Call:
-    """One kernel call: the pieces with one shift, the places of their rows in the shard, and of
-    their keys among the compact ones."""
+    """One kernel call: the pieces with the same shift, the places of their rows in the shard, and
+    of their keys among the compact keys."""
 
     def __init__(self, pieces: Sequence[Piece], traffic: Traffic, window: Window, device):
         rows: list[Span] = []
@@ -76,17 +76,17 @@ class VarlenJob:
         for number, piece in enumerate(self.traffic.pieces):
             groups.setdefault((piece.shift, number // _MOST_PIECES), []).append(piece)
         self.calls = [Call(group, self.traffic, window, device) for group in groups.values()]
-        # In what gradients of keys travel, for all ranks alike: as the kernel gives them, unless
-        # some rank adds several up, or the kernel is that for CPU, which has them wide.
+        # The dtype in which gradients of keys travel, the same on all ranks: the kernel's, unless
+        # some rank sums several of them, or the kernel is that for CPU, which returns them wide.
         self._wide_shares = device.type != "cuda" or self.traffic.shared
-        # One call of all rows as they lie.
+        # Whether there is a single call with all rows in their order.
         self._has_one_call = [x.row_spans for x in self.calls] == [[Span(0, self.rows)]]
 
     def forward(
         self, query: Tensor, keys: Sequence[Sequence[Tensor]], scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp of this rank's rows, from its compact keys and values: what came
-        from every rank."""
+        """Output and logsumexp of this rank's rows. ``keys`` are its compact keys and compact
+        values, each as the parts from every rank."""
         if self._has_one_call:
             (call,) = self.calls
             return call.kernel.forward(query, *map(call.keys.take, keys), scale)
@@ -105,7 +105,7 @@ class VarlenJob:
     def backward(
         self, grad_output, query, keys: Sequence[Sequence[Tensor]], output, logsumexp, scale: float
     ) -> tuple[Tensor, list[Tensor]]:
-        """dQ of this rank's rows, and its shares of dK and dV of its compact keys."""
+        """dQ of this rank's rows, and its shares of dK and dV for its compact keys."""
         if self._has_one_call:
             (call,) = self.calls
             there = map(call.keys.take, keys)
@@ -124,7 +124,7 @@ class VarlenJob:
         return grad_query, self._shares(found, keys)
 
     def _shares(self, grads: Sequence[Sequence[Tensor]], keys) -> list[Tensor]:
-        """Of what the calls' kernels gave of their keys."""
+        """The shares of dK and dV for the compact keys, from the kernel gradients of all calls."""
         like = [parts[0] for parts in keys]
         dtype = wide_dtype(like[0].dtype) if self._wide_shares else like[0].dtype
         if self._has_one_call and self.calls[0].keys.are_all and grads[0][0].dtype is dtype:

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Kernel:
-    """One call for pieces of one window.
+    """One call for pieces with the same window.
 
     Tensors are ``(T, H, D)``, ``(M, Hkv, D)``, and the logsumexp ``(H, T)``, float32 (float64 for
     float64), inf for a row without keys.
@@ -28,7 +28,8 @@ class Kernel:
         if device.type == "cuda":
             starts = [[0, *accumulate(x)] for x in zip(*sizes, strict=True)]
             self._starts = torch.tensor(starts, dtype=torch.int32).to(device).unbind()
-            # Two at least: of documents of one row the kernel folds grouped heads into rows.
+            # At least two, because the kernel folds grouped heads into rows for documents of one
+            # row.
             self._longest = [max(2, *x) for x in zip(*sizes, strict=True)]
 
     def forward(
@@ -48,7 +49,7 @@ class Kernel:
     def backward(
         self, grad_output, query, key, value, output, logsumexp, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV; on CPU the last two wide."""
+        """dQ, dK and dV; on CPU the last two are wide."""
         if not key.size(0):
             return tuple(torch.zeros_like(x) for x in (query, key, value))
         tensors = grad_output, query, key, value, output, logsumexp.contiguous()

@@ -23,7 +23,7 @@ Layer = tuple[Selector, Selector]
 
 
 class CallKeys:
-    """The keys of ``pieces``, one piece after the other, as a kernel takes them."""
+    """The keys of ``pieces``, one piece after the other, in the form for a kernel."""
 
     def __init__(self, pieces: Sequence[Piece], traffic: Traffic, device: torch.device):
         self._pieces, self._device = pieces, device
@@ -34,15 +34,17 @@ class CallKeys:
                 append(spans, *span)
         self._runs = list(_by_owner(spans, traffic.takes))
         self._many = Selector(tuple(spans), device) if len(self._runs) > _MOST_RUNS else None
-        #: As :func:`~cp_dispatch.parts.add_up` takes them, of compact keys and of the kernel's.
+        #: The places of compact keys and of the kernel's keys, in the form for
+        #: :func:`~cp_dispatch.parts.add_up`.
         self.sums = tuple(in_turn(spans))
-        #: Whether every compact key is among the kernel's, once.
+        #: Whether the kernel's keys are all compact keys, each once.
         self.are_all = sum(count for _, count, _ in self.sums) == sum(traffic.takes)
         back = [Span(first, length) for _, length, first in sorted(self.sums)]
         self._back = Selector(tuple(back), device) if len(back) > 1 else None
 
     def take(self, parts: Sequence[Tensor]) -> Tensor:
-        """The kernel's keys, from what came from every rank. No copy where they are a part's."""
+        """The kernel's keys, from the parts that came from every rank. No copy if they are a slice
+        of one part."""
         if self._many is not None:
             return self._many.take(torch.cat(list(parts)))
         rows = [parts[owner].narrow(0, start, count) for owner, start, count in self._runs]
@@ -51,13 +53,13 @@ class CallKeys:
         return torch.cat(rows) if rows else parts[0][:0]
 
     def give_back(self, grad: Tensor) -> Tensor:
-        """The kernel's gradient in the order of the compact keys, where it is of all of them."""
+        """The kernel's gradient in the order of the compact keys, if it covers all of them."""
         return grad if self._back is None else self._back.take(grad)
 
     @functools.cached_property
     def layers(self) -> list[Layer]:
-        """Layers of pieces without common keys: the places of their keys among the kernel's and
-        among the compact ones. Pieces of different documents never share keys."""
+        """Layers of pieces without common keys: the places of their keys among the kernel's keys
+        and among the compact keys. Pieces of different documents never share keys."""
         found: list[tuple[list[Span], list[Span]]] = []
         of_document: dict[int, int] = {}
         start = 0
@@ -76,7 +78,8 @@ class CallKeys:
 def add_together(
     calls: Sequence[CallKeys], grads: Sequence[Sequence[Tensor]], totals: Sequence[Tensor]
 ) -> None:
-    """Write the sums of all calls' kernel gradients into ``totals``, those of the compact keys."""
+    """Write the sums of all calls' kernel gradients into ``totals``, the gradients of the compact
+    keys."""
     places = tuple(place for keys in calls for place in keys.sums)
     if len(places) <= _MOST_RUNS and totals[0].size(0):
         of_runs = [pair for keys, pair in zip(calls, grads, strict=True) for _ in keys.sums]
@@ -97,13 +100,14 @@ def as_batch(rows: Tensor) -> Tensor:
 
 
 def add(place: Selector, total: Tensor, rows: Tensor) -> None:
-    """Add rows to their places, of which none occurs twice."""
+    """Add rows to their places, which do not repeat."""
     for part, values in place.parts(total, rows):
         part.add_(values)
 
 
 def _by_owner(spans: Sequence[Span], takes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of compact keys as ``(rank that they come from, first row of what comes, length)``."""
+    """Runs of compact keys as ``(rank that they come from, first row of that rank's part,
+    length)``."""
     for start, length in spans:
         begin = 0
         for owner, count in enumerate(takes):
@@ -114,8 +118,8 @@ def _by_owner(spans: Sequence[Span], takes: Sequence[int]) -> Iterator[tuple[int
 
 
 def in_turn(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-    """As :func:`~cp_dispatch.parts.add_up` takes them: rows of a sum, which lie one after the other
-    in a part."""
+    """The places of a sum's rows that are one after the other in a part, in the form for
+    :func:`~cp_dispatch.parts.add_up`."""
     first = 0
     for start, length in spans:
         yield start, length, first

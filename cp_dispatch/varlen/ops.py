@@ -92,7 +92,7 @@ def _prepared(
     query: Tensor, key: Tensor, cu_seq_q, cu_seq_k, window, scale, query_length, key_length,
     ring_shape, ring_rank, group_name, layout,
 ) -> tuple[VarlenJob, Ring | None, float]:  # fmt: skip
-    """The job, its ring, None where the sequence is whole, and the scale."""
+    """The job, its ring (None if the sequence is whole), and the scale."""
     job = job_of(
         query.device, cu_seq_q, cu_seq_k, window, query_length, key_length, ring_shape, ring_rank,
         layout,
@@ -109,7 +109,7 @@ def _prepared(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With heads whose memory the kernel takes."""
+    """The tensor with heads in a memory layout that the kernel accepts."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -153,7 +153,7 @@ class VarlenAttention(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 3 + rest
         needs = ctx.needs_input_grad[:3]
-        # Only once: a checkpoint recomputes at the first access and refuses a second one.
+        # Read them only once: a checkpoint recomputes at the first access and refuses a second one.
         saved = ctx.saved_tensors
         grads = BACKWARD(grad_output, *saved, *ctx.options, needs[1] or needs[2])
         return *(g if need else None for g, need in zip(grads, needs, strict=True)), *rest

@@ -154,7 +154,7 @@ def _layout_refusals(call: VarlenCall, layout: Balancer, ring: tuple[int, ...]) 
             "sequence is a single row; make the layout for the packed sequence"
         ]
     reasons = length_refusals(layout, {name: x.shape[0] for name, x in call.tensors.items()})
-    # They would be cut in natural order, beside shards in the layout's order.
+    # They would be cut in natural order, but the other shards are in the layout's order.
     reasons += [
         f"{name} has placements {x.placements} but the other shards are in the layout, "
         f"{named(layout)}; shard it like the query, in the layout's order, or {IF_NATURAL}"

@@ -89,7 +89,7 @@ def _copy(starts: DTensor) -> Tensor:
     """A copy of a DTensor's current contents. Writes to a DTensor increase its own version but not
     that of the tensor inside, by which documents are cached."""
     inside = local_tensor(starts)
-    if is_tracing():  # the graph, which sees no versions, makes one at each run
+    if is_tracing():  # the graph, which sees no versions, makes a copy at each run
         return STARTS(inside)
 
     def copy() -> Tensor:
@@ -114,7 +114,7 @@ def _forward(cls, func, types, args=(), kwargs=None):
         return _outside(query, query.shape), _outside(query, _of_rows(query), transposed=True)
     starts = local_starts(cu_seq_q, cu_seq_k)
     if not is_tracing() and not tuple(key.placements) == tuple(value.placements) == wanted:
-        # Documents that are refused are so before keys are summed.
+        # Refuse documents, if necessary, before keys are summed.
         window, _, *lengths, ring_shape, rank, _, layout = options
         job_of(local_tensor(query).device, *starts, window, *lengths, ring_shape, rank, layout)
     output, logsumexp = FORWARD(

@@ -27,14 +27,14 @@ class Traffic:
     """The moves of one rank.
 
     Attributes:
-        pieces: what it attends, see Note [Pieces].
+        pieces: what the rank attends, see Note [Pieces].
         home: rows of its own shard that are among its compact keys.
-        gives: for each rank the rows of its shard that it sends there, none for itself.
-        takes: how many rows come from each rank; for itself those of ``home``.
+        gives: for each rank, the rows of this shard that are sent to it; none for itself.
+        takes: the number of rows that come from each rank; for itself those of ``home``.
         places: runs of positions among its compact keys, ascending, each with its first row there.
         moves: whether any rank sends anything to another.
-        shared: whether several pieces of some rank attend one key.
-        rows: how many keys it owns.
+        shared: whether several pieces of some rank attend the same key.
+        rows: the number of keys that it owns.
     """
 
     pieces: tuple[Piece, ...]
@@ -47,7 +47,7 @@ class Traffic:
     rows: int
 
     def compact(self, position: int, length: int) -> list[Span]:
-        """Where a run of positions lies among the compact keys, in its order."""
+        """The places of a run of positions among the compact keys, in its order."""
         found: list[Span] = []
         index = bisect_right(self.places, position, key=lambda place: place[0].position) - 1
         while length:
@@ -59,7 +59,7 @@ class Traffic:
 
     @property
     def given_rows(self) -> int:
-        """Rows that this rank sends in a forward."""
+        """The number of rows that this rank sends in a forward."""
         return sum(span.length for spans in self.gives for span in spans)
 
 
@@ -116,7 +116,7 @@ def _length(spans: Sequence[Span]) -> int:
 
 
 def _rows(owned: Sequence[Span], needed: Sequence[Span]) -> tuple[Span, ...]:
-    """Rows of a shard that are needed."""
+    """The rows of a shard that are needed."""
     found: list[Span] = []
     for row, span in overlaps(owned, needed):
         append(found, row, span.length)
@@ -124,7 +124,7 @@ def _rows(owned: Sequence[Span], needed: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def overlaps(owned: Sequence[Span], needed: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Positions in both, ascending, with their first row in the shard of the owner; both hold
+    """The positions in both, ascending, each run with its first row in the owner's shard. Both hold
     runs in ascending order."""
     index = row = 0
     for position, length in owned:

@@ -1,4 +1,5 @@
-"""Features whose answer is not one call against float64; each takes a mesh over all ranks.
+"""Features that are not tested by comparing one call with float64; each takes a mesh over all
+ranks.
 
 The same ones run on ranks in threads and on GPUs.
 """
@@ -37,14 +38,15 @@ def _run(mesh, tensors, placements, key_placements, p: float, wrap=None, **optio
     torch.manual_seed(SEED)
     output = wrap(attend, *inputs) if wrap else attend(*inputs)
     assert output.placements == tuple(placements)
-    # As much else may draw from the generator before the backward.
+    # Other code may draw from the generator before the backward, too.
     torch.rand(7)
     grads = torch.autograd.grad(output, inputs, distribute(tensors[3], mesh, placements))
     return [x.full_tensor().detach() for x in (output, *grads)]
 
 
 def coins(mesh, shape, p: float, placements=S2, key_placements=S2) -> torch.Tensor:
-    """Factors of all pairs, seen from outside: uniform weights and the unit matrix as value."""
+    """The dropout factors of all pairs, made visible by uniform weights and the unit matrix as
+    value."""
     batch, heads, length, keys = shape
     device = mesh.device_type
     query = torch.zeros(batch, heads, length, 8, device=device)
@@ -59,7 +61,7 @@ def coins(mesh, shape, p: float, placements=S2, key_placements=S2) -> torch.Tens
 
 
 def dropout_exact(mesh, dtype=torch.float32, causal=False, placements=S2, keys=S2, length=70):
-    """Output and gradients are those of dense attention with the very coins, in float64."""
+    """Output and gradients are those of dense attention in float64 with the same dropout mask."""
     shape, p = (2, 4, length, 70), 0.3
     problem = Problem(length=length, key_length=70, dim=16, causal=causal, dtype=dtype)
     tensors = problem.tensors(mesh.device_type)
@@ -95,7 +97,8 @@ def dropout_exact(mesh, dtype=torch.float32, causal=False, placements=S2, keys=S
 
 
 def dropout_repeats(mesh, dtype=torch.float32, placements=S2, keys=S2) -> None:
-    """The same seed repeats, another call differs, checkpoints replay, and it is linear in v."""
+    """The same seed repeats, another call differs, checkpoints replay, and the output is linear in
+    v."""
     p = 0.2
     tensors = Problem(length=96, dtype=dtype).tensors(mesh.device_type)
     with cp_dispatch.enabled():
@@ -129,7 +132,8 @@ def dropout_repeats(mesh, dtype=torch.float32, placements=S2, keys=S2) -> None:
 
 
 def dropout_ignores_ranks(mesh, single) -> None:
-    """The coins of one rank are those of all: ``single`` is a mesh of this rank alone."""
+    """The dropout mask of one rank is that of all ranks: ``single`` is a mesh of this rank
+    alone."""
     shape, p = (2, 3, 50, 41), 0.4
     with cp_dispatch.enabled():
         want = coins(single, shape, p)
@@ -141,7 +145,7 @@ def dropout_ignores_ranks(mesh, single) -> None:
 def causal_biases(mesh, dtype=torch.float32, lengths=(96, 160), key_placements=S2) -> None:
     """``causal_upper_left`` and ``causal_lower_right`` are as exact as on one device.
 
-    Lower right goes around ``scaled_dot_product_attention`` on CUDA, so the output need not stay
+    Lower right bypasses ``scaled_dot_product_attention`` on CUDA, so the output need not stay
     sharded there.
     """
     length, key_length = lengths
@@ -150,7 +154,8 @@ def causal_biases(mesh, dtype=torch.float32, lengths=(96, 160), key_placements=S
     for build in (causal_upper_left, causal_lower_right):
         bias = build(length, key_length)
         dense = bias._materialize(tensors[0].device)
-        # No switches here: they are the process's, and other threads are in the middle of a call.
+        # No switches here: they belong to the process, and other threads are in the middle of a
+        # call.
         want = with_gradients(
             lambda *x, dense=dense: F.scaled_dot_product_attention(*x, dense),
             *(x.double() for x in tensors),
@@ -177,18 +182,19 @@ def causal_biases(mesh, dtype=torch.float32, lengths=(96, 160), key_placements=S
 
 
 def half_overflows_alike(mesh, kernel: str) -> None:
-    """Where one device's float16 gradients overflow ours do, and nowhere else."""
+    """Our float16 gradients overflow where one device's do, and nowhere else."""
     problem, tensors, *known = overflowing(mesh.device_type, kernel, mesh.size())
     with cp_dispatch.enabled(), sdpa_kernel(KERNELS[kernel]):
         overflows_alike(value_gradient(problem, tensors, mesh), *known)
 
 
 def overflowing(device, kernel: str, ranks: int):
-    """A problem, its tensors, and dV in float64, on one device, and, of a kernel that gives
-    float16, as the sum of a float16 share of each rank's rows: here nothing else rounds as much.
+    """A problem, its tensors, and dV in float64 and on one device. For a kernel that returns
+    float16, also dV as the sum of a float16 share of each rank's rows: here nothing else rounds as
+    much.
 
-    Half of the output's gradient is huge and positive, so that the first keys of a causal call,
-    which all rows see, get a dV beyond float16 and the last ones do not.
+    Half of the output's gradient is huge and positive, so the first keys of a causal call, which
+    all rows see, get a dV beyond float16, and the last ones do not.
     """
     problem = Problem(batch=1, heads=2, length=256, dim=64, causal=True, dtype=torch.float16)
     query, key, value, grad = problem.tensors(device)

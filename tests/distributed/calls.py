@@ -25,7 +25,7 @@ from tests.distributed.reference import (
 )
 from tests.distributed.sharded import distributed_inputs, run_sharded
 
-# Where a mask is: None is a plain tensor.
+# The placements of a mask; None is a plain tensor.
 PLAIN, WHOLE = None, (Replicate(),)
 
 S0, S1, S2, S3, R = Shard(0), Shard(1), Shard(2), Shard(3), Replicate()
@@ -73,7 +73,8 @@ def run(case: Case, mesh, device: torch.device):
 
 
 def judge(case: Case, device: torch.device, kernel: str | None, results, backend) -> None:
-    """``results`` are as exact as their backend on one device; what it refuses may be refused."""
+    """Check that ``results`` are as exact as their backend on one device. A call that it refuses
+    may be refused."""
     tensors, want = _judged(case.problem, device)
     if results is None:
         assert kernel is not None, backend
@@ -91,7 +92,8 @@ def judge(case: Case, device: torch.device, kernel: str | None, results, backend
 
 
 def only(kernel: str | None):
-    """Torch's choice for None. The switches are the process's and not a thread's."""
+    """Select one kernel, or torch's choice for None. The switches belong to the process, not to a
+    thread."""
     return sdpa_kernel(KERNELS[kernel]) if kernel else contextlib.nullcontext()
 
 
@@ -100,7 +102,7 @@ def masked(problem: Problem, placed=PLAIN, placements=None, mesh=None, **mask) -
 
 
 def masks(problem: Problem) -> dict[str, Case]:
-    """Every shape that broadcasts, boolean and bias, and every placement."""
+    """Masks of every shape that broadcasts, boolean and bias, in every placement."""
     cases = {}
     for label, dtype in (("bool", torch.bool), ("bias", None)):
         add = functools.partial(masked, problem, dtype=dtype)
@@ -124,7 +126,7 @@ def masks(problem: Problem) -> dict[str, Case]:
 
 
 def uneven_masks(problem: Problem) -> dict[str, Case]:
-    """Columns that no kernel likes."""
+    """Masks with numbers of columns that suit no kernel."""
     cases = {}
     for label, dtype in (("bool", torch.bool), ("bias", None)):
         for length, key_length in ((250, 250), (131, 203), (64, 37), (5, 70), (1, 33)):
@@ -209,7 +211,7 @@ def one_sided(problem: Problem) -> dict[str, Case]:
 
 
 def two_dims(problem: Problem, shape=(2, 2)) -> dict[str, Case]:
-    """Meshes of two dims; with the sequence over both only where processes are real."""
+    """Meshes of two dims; the sequence is over both only with real processes."""
     cases = {}
     other = replace(problem, length=problem.length - 3)
     for causal in (False, True):
@@ -248,7 +250,7 @@ def two_dims(problem: Problem, shape=(2, 2)) -> dict[str, Case]:
 
 
 def ranks_of_tensors(problem: Problem) -> dict[str, Case]:
-    """2-D, 3-D, 5-D and 6-D inputs, and masks beside them."""
+    """2-D, 3-D, 5-D and 6-D inputs, also with masks."""
     cases = {}
     for name, lead, shapes in (
         ("2-D", (), ("qk", "1k")),
@@ -272,7 +274,7 @@ def ranks_of_tensors(problem: Problem) -> dict[str, Case]:
 
 
 def extremes(problem: Problem) -> dict[str, Case]:
-    """Sizes and numbers at the end of what there is."""
+    """Extreme sizes and numbers."""
     cases = {}
     for causal in (False, True):
         label = "causal" if causal else "full"
@@ -293,6 +295,7 @@ def extremes(problem: Problem) -> dict[str, Case]:
 
 
 def in_stages(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
-    """Heads go in so many stages, where they allow it, however short the shards."""
+    """Heads are exchanged in ``stages`` stages, if the number of heads allows it, however short the
+    shards."""
     monkeypatch.setattr(head_costs, "_wanted", lambda *_: stages)
-    monkeypatch.setattr(head_costs, "deal", head_costs.deal.__wrapped__)  # which remembers
+    monkeypatch.setattr(head_costs, "deal", head_costs.deal.__wrapped__)  # the uncached function

@@ -24,7 +24,7 @@ def _has_compiler() -> bool:
 
 
 def as_eager(env: Env, backend: str, problem: Problem = PROBLEM) -> None:
-    """The compiled call is as exact as one device, and its second call compiles nothing."""
+    """The compiled call is as exact as one device, and a second call compiles nothing."""
     if backend == "inductor" and not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -39,7 +39,7 @@ def as_eager(env: Env, backend: str, problem: Problem = PROBLEM) -> None:
 
 
 def one_node_each_way(env: Env) -> None:
-    """The graphs hold one ring op forward and one backward, and no collective beside them."""
+    """The graphs contain one ring op forward and one backward, and no other collective."""
     torch._dynamo.reset()
     graphs: dict[str, list[str]] = {}
 
@@ -78,8 +78,8 @@ def without_gradients(env: Env, mode) -> None:
 
 
 def several_lengths(env: Env) -> None:
-    """Compiled once for many lengths or once for each, always right."""
-    # Every dim of a DTensor dynamic at once is more than torch 2.11 can.
+    """The results are right whether compiled once for many lengths or once for each."""
+    # Torch 2.11 does not support DTensors in which every dim is dynamic.
     for dynamic in (None, True) if TORCH_2_13 else (None,):
         torch._dynamo.reset()
         for length in (64, 128, 250):

@@ -1,4 +1,4 @@
-"""A small language model for whole training steps; nothing in it knows of ranks."""
+"""A small language model for whole training steps; nothing in it depends on ranks."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ class Model(nn.Module):
                 x = self.block(x, i)
         logits = self.head(x).flatten(0, 1)
         if logits.dtype.itemsize == 2:
-            logits = logits.float()  # a loss of 16 bits has steps of half a percent
+            logits = logits.float()  # a 16-bit loss has steps of half a percent
         return F.cross_entropy(logits, labels.flatten(), reduction="mean")

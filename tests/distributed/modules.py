@@ -18,7 +18,7 @@ FACTOR = 1.3
 
 
 class LoraLinear(nn.Module):
-    """A frozen projection and a trained low-rank one beside it."""
+    """A frozen projection and a trained low-rank one that is added to it."""
 
     def __init__(self, dim_in: int, dim_out: int, rank: int = 2):
         super().__init__()
@@ -32,7 +32,7 @@ class LoraLinear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped heads, causal, as in any Llama; nothing here knows of ranks."""
+    """Grouped heads, causal, as in any Llama; nothing here depends on ranks."""
 
     def __init__(self, linear, dim: int = 32, heads: int = 4, key_heads: int = 2):
         super().__init__()
@@ -74,10 +74,10 @@ class TorchEncoder(nn.Module):
 
 
 def _train_once(module: nn.Module, x, grad) -> dict[str, torch.Tensor]:
-    """Output, gradient of the input and of every parameter of one step.
+    """Output, and the gradients of the input and of every parameter, of one step.
 
-    The output's gradient is given: DTensor's own product of a broadcast and a sharded tensor, as
-    in ``(output * output).sum()``, has local strides that do not match its metadata.
+    The output's gradient is given, because DTensor's own product of a broadcast and a sharded
+    tensor, as in ``(output * output).sum()``, has local strides that do not match its metadata.
     """
     x = x.detach().requires_grad_()
     output = module(x)
@@ -88,7 +88,7 @@ def _train_once(module: nn.Module, x, grad) -> dict[str, torch.Tensor]:
 
 
 def trains_as_on_one_device(env: Env, build, batch: int) -> None:
-    """Errors against the module in float64 are those of one process in float32."""
+    """Errors against the module in float64 are no larger than those of one process in float32."""
     torch.manual_seed(0)
     module = build()
     x, grad = torch.randn(2, batch, 250, 32)
@@ -110,12 +110,12 @@ def trains_as_on_one_device(env: Env, build, batch: int) -> None:
 MODULES = {
     f"{name}, batch {batch}": functools.partial(trains_as_on_one_device, build=build, batch=batch)
     for name, build in {
-        # No biases: the gradient of a key's bias is zero but for rounding, which proves nothing.
+        # No biases: the gradient of a key's bias is zero except for rounding, so it proves nothing.
         "attention": functools.partial(Attention, functools.partial(nn.Linear, bias=False)),
         "LoRA": functools.partial(Attention, LoraLinear),
         "nn.MultiheadAttention": TorchMultihead,
         "nn.TransformerEncoder": TorchEncoder,
     }.items()
-    # DTensor of torch 2.11 has no linear layer on a batch of several sharded sequences.
+    # DTensor of torch 2.11 does not support a linear layer on a batch of several sharded sequences.
     for batch in ((1, 2) if TORCH_2_13 else (1,))
 }

@@ -24,7 +24,7 @@ def run_permuted(
 ):
     """Output, dQ, dK, dV and the bias's gradient in natural order, computed on permuted data.
 
-    What is sharded along the sequence is permuted first, the mask too.
+    Everything that is sharded along the sequence is permuted first, also the mask.
     """
     placements = placements or [Shard(2)] + [Replicate()] * (mesh.ndim - 1)
     *tensors, grad = (permuted(x, balancer.indices, 2) for x in problem.tensors(mesh.device_type))

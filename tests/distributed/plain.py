@@ -11,10 +11,10 @@ from cp_dispatch.plain_context import layout_for
 def run_plain(
     problem, tensors, mesh, *, mask_dims=(), buffers=True, needs=True, attend=None, **options
 ):
-    """Whole output, dQ, dK and dV in natural order of the call on plain shards.
+    """Whole output, dQ, dK and dV, in natural order, of the call on plain shards.
 
-    ``mask_dims`` are those along which a rank gets its part of the mask. With ``buffers`` the
-    context cuts the tensors, else :func:`cp_dispatch.shard` does. ``attend`` replaces
+    ``mask_dims`` are the dims along which a rank gets its part of the mask. With ``buffers`` the
+    context cuts the tensors, otherwise :func:`cp_dispatch.shard` does. ``attend`` replaces
     ``problem.attend``.
     """
     *inputs, grad = (x.clone() for x in tensors)

@@ -1,4 +1,4 @@
-"""What ranks in threads send, and what they allocate to send it."""
+"""Records what ranks in threads send, and what they allocate for sending."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from cp_dispatch.schedules.pair import Pair
 
 @dataclass
 class Record:
-    """Of one rank: bytes of every move, in order, and every collective by name and bytes."""
+    """The record of one rank: bytes of every move, in order, and every collective by name and
+    bytes."""
 
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
-    #: What this rank gives to each of its gathers of keys.
+    #: Bytes that this rank contributes to each of its gathers of keys.
     gathered: list[int] = field(default_factory=list)
-    #: What this rank gives to each of its all_reduces and gathers.
+    #: Bytes that this rank contributes to each of its all_reduces and gathers.
     bytes: list[int] = field(default_factory=list)
     live: int = 0
     live_bytes: int = 0
@@ -45,7 +46,8 @@ class Record:
 
 
 class Recorder:
-    """Patches what every byte of the ring goes through. One per test, used by all its ranks."""
+    """Patches the functions through which every byte of the ring passes. One per test, used by all
+    its ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._local = threading.local()
@@ -60,7 +62,7 @@ class Recorder:
 
         def recorded_exchange(ring, send, sizes, receive, coming):
             if record := self._current():
-                # What a rank keeps for itself does not travel.
+                # The part that a rank keeps for itself is not sent.
                 own, back = sizes[ring.rank], coming[ring.rank]
                 record.sent.append(send.nbytes - own * send.itemsize)
                 record.received.append(receive.nbytes - back * receive.itemsize)

@@ -1,7 +1,7 @@
-"""What attention should give, and how wrong one device is allowed to be about it.
+"""The exact results of attention, and the error that is allowed.
 
-A result is right when its error against the exact answer is at most ``FACTOR`` times the error
-that the same kernel makes on one device with the whole sequence. Nothing here is tuned by hand.
+A result is right if its error against the exact answer is at most ``FACTOR`` times the error that
+the same kernel makes on one device with the whole sequence. Nothing here is tuned by hand.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Mask:
     """An ``attn_mask``.
 
     Attributes:
-        shape: a letter for each whole dim of the scores, ``1`` for each that is broadcast; fewer
-            characters than dims leave the first ones out.
-        dtype: torch.bool, or of a bias; None is a bias in the query's dtype.
+        shape: a letter for each whole dim of the scores, ``1`` for each that is broadcast; if there
+            are fewer characters than dims, the first dims are left out.
+        dtype: torch.bool, or the dtype of a bias; None for a bias in the query's dtype.
         blind: hide the first half of the rows, the last row and the first half of the keys, so
             that whole ranks and whole hops see nothing.
-        needs_grad: whether the gradient of the bias is wanted.
+        needs_grad: whether the bias needs a gradient.
         expanded: stride 0 in all dims before the last two.
     """
 
@@ -87,9 +87,9 @@ class Problem:
     scale: float | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    #: Leading dims of query, key and value in place of ``(batch, heads)``.
+    #: Leading dims of query, key and value instead of ``(batch, heads)``.
     lead: tuple[int, ...] | None = None
-    #: The query is multiplied with this.
+    #: A factor of the query.
     amplitude: float = 1.0
     mask: Mask | None = None
 
@@ -116,7 +116,7 @@ class Problem:
         return [x.to(device, self.dtype) for x in (query * self.amplitude, *others)]
 
     def attn_mask(self, device: str | torch.device = "cpu") -> torch.Tensor | None:
-        """The mask, which needs a gradient if that is wanted; the same on every rank."""
+        """The mask, with ``requires_grad`` if its gradient is wanted; the same on every rank."""
         if self.mask is None:
             return None
         lead = (self.batch, self.heads) if self.lead is None else self.lead
@@ -129,7 +129,7 @@ class Problem:
         return 2 if self.lead is None else len(self.lead)
 
     def attend(self, query, key, value, attn_mask=None):
-        """The user's line of code."""
+        """The line of code that a user writes."""
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask,
             is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped,
@@ -141,14 +141,14 @@ def with_gradients(attend, query, key, value, grad_output, mask=None) -> list[to
     masks = [] if mask is None else [mask.detach().requires_grad_(mask.requires_grad)]
     output = attend(*inputs, *masks)
     wanted = inputs + [x for x in masks if x.requires_grad]
-    # Torch looks at no bias where there is nothing to attend.
+    # Torch does not use the bias if there is nothing to attend.
     grads = torch.autograd.grad(output, wanted, grad_output, allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True)]
     return [output.detach(), *grads]
 
 
 def exact(problem: Problem, tensors) -> list[torch.Tensor]:
-    """Output, dQ, dK, dV in float64; those of float64 inputs in extended precision."""
+    """Output, dQ, dK, dV in float64; for float64 inputs, computed in extended precision."""
     mask = problem.attn_mask(tensors[0].device)
     if problem.dtype is torch.float64:
         return _exact_long_double(problem, tensors, mask)
@@ -159,10 +159,10 @@ def exact(problem: Problem, tensors) -> list[torch.Tensor]:
 
 
 def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
-    """What one device gives with this kernel. Raises RuntimeError if it does not take the call.
+    """The results of one device with this kernel. Raises RuntimeError if it does not take the call.
 
-    A kernel without grouped heads is given repeated ones and one that takes four dims alone is
-    given four, which is what the user would do.
+    A kernel that does not support grouped heads gets repeated ones, and one that supports only four
+    dims gets four, which is what a user would do.
     """
     query, key, value, grad_output = tensors
     scores = (*query.shape[:-1], key.size(-2))
@@ -180,7 +180,7 @@ def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
             attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
         if attn_mask is not None and attn_mask.is_cuda:
             # Torch 2.11's efficient kernel reads a mask that is broadcast along the keys from a
-            # misaligned address, which ends the process's CUDA context.
+            # misaligned address. That destroys the process's CUDA context.
             attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2)).contiguous()
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask,
@@ -195,7 +195,7 @@ def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
         mask = problem.attn_mask(query.device)
         dims = [dim for dim in (0, 1) if query.size(dim) > CUDA_GRID]
         if dims and mask is None and not problem.grouped and query.is_cuda:
-            # More than a kernel takes; a user would cut them.
+            # More than a kernel supports; a user would split them.
             parts = zip(*(x.tensor_split(20, dims[0]) for x in tensors), strict=True)
             results = [with_gradients(attend, *part) for part in parts]
             return [torch.cat(x, dims[0]) for x in zip(*results, strict=True)]
@@ -203,8 +203,8 @@ def one_device(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
 
 
 def yardstick(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
-    """:func:`one_device`, with the next best kernel where one device does not give this one the
-    call (tiles of a ring are square, and padded), or answers NaN."""
+    """As :func:`one_device`, but with the next best kernel if one device refuses the call with this
+    one (tiles of a ring are square, and padded), or returns NaN."""
     same_device = ("efficient", "math") if tensors[0].is_cuda else ("cpu_flash", "math")
     for name in (kernel, *same_device):
         try:
@@ -217,13 +217,13 @@ def yardstick(problem: Problem, tensors, kernel: str) -> list[torch.Tensor]:
 
 
 def report(got, want, *singles, floors=ZEROS, few=False) -> tuple[bool, str]:
-    """Whether every result is as near to ``want`` as one device, and the numbers in one line.
+    """Whether every result is as close to ``want`` as one device's, and the numbers in one line.
 
-    A ``got`` of None was not asked for. Nobody can beat the exact answer rounded to the dtype,
-    so its error counts as one device's where that happens to be luckier. Of several ``singles``
-    (one device with several kernels) the worst counts. Where the exact result is zero, but for
-    the rounding of float64, ``floors`` says how large that of the dtype may be; so it does with
-    ``few``, where one device's error is the luck of a few roundings.
+    A ``got`` of None was not requested. No result can be better than the exact answer rounded to
+    the dtype, so that error counts instead of one device's if one device happens to be luckier. Of
+    several ``singles`` (one device with several kernels) the worst counts. If the exact result is
+    zero except for the rounding of float64, ``floors`` is the error that the dtype may have. The
+    same holds with ``few``, where one device's error depends on the luck of a few roundings.
     """
     right, words, ratios = True, [], []
     names = RESULTS[: len(want)]
@@ -241,7 +241,7 @@ def report(got, want, *singles, floors=ZEROS, few=False) -> tuple[bool, str]:
         allowed = max(others)
         if few or size <= 1e-7 * floors[name]:
             allowed = max(allowed, floors[name])
-        # Written so that a NaN is wrong.
+        # Written so that a NaN counts as wrong.
         ok = error <= FACTOR * _scatter(true) * allowed
         right &= ok
         ratio = error / allowed if allowed else float(error > 0)
@@ -252,11 +252,11 @@ def report(got, want, *singles, floors=ZEROS, few=False) -> tuple[bool, str]:
 
 
 def _scatter(result: torch.Tensor) -> float:
-    """How far the error of a few numbers may lie from its expectation, at three sigmas.
+    """How far the error of a few numbers may be from its expectation, at three sigmas.
 
-    Errors that share a probability or a row go together, some 16 at a time; the norm of n / 16
-    independent ones scatters by sqrt(8 / n). The results of a call together are held to the
-    factor without this.
+    Errors that share a probability or a row are correlated, about 16 at a time; the norm of n / 16
+    independent ones scatters by sqrt(8 / n). The results of a call together must meet the factor
+    without this allowance.
     """
     return 1 + 3 * (8 / max(result.numel(), 1)) ** 0.5
 
@@ -267,11 +267,11 @@ def check(got, want, *singles, floors=ZEROS, few=False) -> None:
 
 
 def rounding(problem: Problem, tensors) -> tuple[dict[str, float], bool]:
-    """``(floors, few)`` of :func:`report`: what one rounding to the dtype of each factor may do.
+    """``(floors, few)`` for :func:`report`: the effect of rounding each factor once to the dtype.
 
-    dQ and dK are sums of products of scores' gradients with keys or queries, and a score's
-    gradient is a difference of numbers of the size of ``|grad_output| |value|``. Scores far
-    above 1 are rounded too, and a weight is off by as much relatively as its score absolutely.
+    dQ and dK are sums of products of scores' gradients with keys or queries, and a score's gradient
+    is a difference of numbers of the size of ``|grad_output| |value|``. Scores far above 1 are
+    rounded too, and the relative error of a weight is the absolute error of its score.
     """
     query, key, value, grad = (x.double().norm().item() for x in tensors)
     scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
@@ -288,7 +288,7 @@ def rounding(problem: Problem, tensors) -> tuple[dict[str, float], bool]:
 def _exact_long_double(problem: Problem, tensors, mask) -> list[torch.Tensor]:
     """The textbook formulas in numpy's long double, rounded to float64 at the end.
 
-    Enough to judge float64: an error of one rounding is what :func:`report` grants anyway.
+    This is enough to judge float64, because :func:`report` allows an error of one rounding anyway.
     """
     import numpy as np
 
@@ -300,7 +300,7 @@ def _exact_long_double(problem: Problem, tensors, mask) -> list[torch.Tensor]:
         key, value = (x.repeat(groups, axis=1) for x in (key, value))
     scale = 1 / np.sqrt(np.longdouble(problem.dim)) if problem.scale is None else problem.scale
 
-    def product(a, b):  # numpy has no BLAS for long double, and einsum is quicker than matmul
+    def product(a, b):  # numpy has no BLAS for long double, and einsum is faster than matmul
         return np.einsum("...ij,...jk->...ik", a, b)
 
     def transposed(x):

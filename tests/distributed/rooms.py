@@ -1,7 +1,7 @@
-"""Mailboxes among ranks in threads: memory, flags and what a copy engine can do, without one.
+"""Mailboxes for ranks in threads: memory, flags and the copies of a copy engine, without one.
 
-Follows Note [Flags of a mailbox] to the letter but for the streams: what a stream would wait for,
-the thread waits for.
+Follows Note [Flags of a mailbox] exactly, except for streams: the thread itself waits for whatever
+a stream would wait for.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Rooms:
         self.changed = threading.Condition()
         self._rooms: dict[tuple, list[torch.Tensor]] = {}
         self._boxes: dict[tuple, Box] = {}
-        #: A larger box takes a smaller one's place, on every rank at the same call.
+        #: A larger box replaces a smaller one, on every rank at the same call.
         self._sizes: dict[tuple, int] = {}
-        #: Bytes of the smallest box; there is a room for nothing too.
+        #: Bytes of the smallest box; even for zero bytes there is a room.
         self.least = 1
-        #: Views that a box keeps at most: few, so that tests get there.
+        #: The most views that a box caches: few, so that tests reach the limit.
         self.most_views = 3
         self.flags: dict[tuple, set] = {}
-        #: Boxes that were released without having been waited for.
+        #: Boxes that were released before their data was waited for.
         self.read_too_early: set[tuple] = set()
         #: Bytes that each rank pushed to others or pulled from them, by the box's name.
         self.sent: dict[tuple[str, int], int] = {}
@@ -58,13 +58,13 @@ class Rooms:
                 if mine not in self._boxes:
                     self._boxes[mine] = Box(self, key, ring, room)
                 box = self._boxes[mine]
-                box.steps = ring.steps  # threads take each other's place in what Ring.of keeps
+                box.steps = ring.steps  # threads share the rings that Ring.of caches
                 return box
 
         return mailbox
 
     def free(self) -> None:
-        """Of all ranks, by one of them while the others wait."""
+        """Free the rooms of all ranks; one rank calls it while the others wait."""
         self._rooms.clear()
         self._boxes.clear()
         self._sizes.clear()
@@ -75,12 +75,12 @@ class Rooms:
         return {name for name, _ in self.sent}
 
     def assert_all_is_quiet(self) -> None:
-        """No flag is left for a later call to stumble over."""
+        """Check that no flag is left that would confuse a later call."""
         assert not any(self.flags.values()), self.flags
 
     def assert_all_was_read(self) -> None:
-        """And, where no rank has failed, what came was waited for, and then released: else another
-        stream might write over it."""
+        """Check also that, if no rank has failed, received data was waited for and then released.
+        Otherwise another stream might overwrite it."""
         self.assert_all_is_quiet()
         assert not self.read_too_early, self.read_too_early
         kept = [(*box._key, box._rank) for box in self._boxes.values() if box.is_unread]
@@ -88,7 +88,7 @@ class Rooms:
 
 
 def _is_slab(x: torch.Tensor) -> bool:
-    """What cudaMemcpy2D takes: batch rows in one piece, and no nearer to each other."""
+    """Whether cudaMemcpy2D can copy it: batch rows are contiguous and do not overlap."""
     return x.numel() == 0 or (x[0].is_contiguous() and (len(x) == 1 or x.stride(0) >= x[0].numel()))
 
 
@@ -144,7 +144,7 @@ class Box:
         self._copy(targets, sources)
         self._raise("full", self._peers)
         self._take("full", self._peers)
-        # NaN for whoever reads it yet.
+        # NaN, so that a later read is noticed.
         self._memory[self._rank].fill_(255)
 
     def _copy(self, targets, sources) -> None:
@@ -195,7 +195,7 @@ class Box:
         self.is_unread, self.is_under_way = True, not then_wait
 
     def _at(self, address: int, shape: tuple[int, int], stride: int) -> torch.Tensor:
-        """Bytes of the room that holds them all."""
+        """A view of these bytes in the room that contains them."""
         size = (shape[0] - 1) * stride + shape[1]
         (found,) = (
             room for room in self._memory
@@ -212,7 +212,7 @@ class Box:
         for box in opens:
             box.open()
         self.push_rows([x.transpose(1, 2) for x in (first, second)], numbers)
-        self.is_unread = self.is_under_way = False  # what reads it is in the same stream
+        self.is_unread = self.is_under_way = False  # it is read in the same stream
 
     def push_heads(self, sources, numbers, then_wait=False) -> None:
         assert not self.is_under_way, "nobody has waited for what came last"
@@ -237,7 +237,7 @@ class Box:
     def wait(self) -> None:
         self.is_under_way = False
 
-    let_go = wait  # the current stream waits by other means
+    let_go = wait  # the current stream waits in a different way
 
     def wait_for_readers(self) -> None:
         pass
@@ -246,7 +246,7 @@ class Box:
         if self.is_under_way:
             self._rooms.read_too_early.add((*self._key, self._rank))
         self.is_unread = False
-        # NaN for whoever reads them yet. Peers may write already, but only once it is opened.
+        # NaN, so that a later read is noticed. Peers may write again, but only after it is opened.
         self._memory[self._rank].fill_(255)
 
     def _raise(self, kind: str, peers) -> None:

@@ -15,12 +15,12 @@ SEQUENCE = (Shard(2),)
 
 
 def distribute(tensor: torch.Tensor, mesh, placements) -> DTensor:
-    """Cut locally: every rank has the whole tensor, nothing is sent."""
+    """Cut locally: every rank has the whole tensor, and nothing is sent."""
     return distribute_tensor(tensor, mesh, list(placements), src_data_rank=None)
 
 
 def average_gradients(model: torch.nn.Module, group) -> None:
-    """Over the ranks of a sequence, which in life is FSDP's or DDP's work."""
+    """Average gradients over the ranks of a sequence, as FSDP or DDP would."""
     for parameter in model.parameters():
         grad = parameter.grad
         grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -41,14 +41,13 @@ def run_sharded(
     needs=(True, True, True),
     attend=None,
 ) -> list[torch.Tensor | None]:
-    """Whole output, dQ, dK, dV and gradient of the bias of the call on DTensors; None for what
-     was not asked for.
+    """Whole output, dQ, dK, dV and gradient of the bias of the call on DTensors; None for those
+    that were not requested.
 
-     Checks on the way that the output is placed like the query and every gradient, on each mesh
-     dim, like its input, the query or the key. ``placements`` None shards the sequence over the
-     first mesh dim, ``mask_placements`` None gives the mask as a plain tensor.
-    ``needs`` with no True runs without gradients.
-     ``attend`` replaces ``problem.attend``.
+    Also checks that the output is placed like the query and every gradient, on each mesh dim, like
+    its input, the query or the key. If ``placements`` is None, the sequence is sharded over the
+    first mesh dim; if ``mask_placements`` is None, the mask is a plain tensor. If no ``needs`` is
+    True, it runs without gradients. ``attend`` replaces ``problem.attend``.
     """
     inputs, masks, placed = distributed_inputs(
         problem, tensors, mesh, placements, key_placements, value_placements, mask_placements, needs

@@ -1,14 +1,14 @@
 """Many cases in one set of spawned processes, each reported by name.
 
-Starting W processes with torch costs seconds, so a module spawns them once and its tests look up
-their case in what came back::
+Starting W processes with torch takes seconds, so a module spawns them once and its tests look up
+their case in the outcomes::
 
     CASES = {"name": function(env), ...}          # in the test module
     outcomes = run_cases(__name__, names, world_size=2, backend="gloo")
     assert outcomes["name"] == ""                 # or the traceback of every rank that failed
 
-A case that hangs is killed after ``case_timeout`` with the stacks of all ranks in its outcome,
-and new processes go on with the next one.
+A case that hangs is killed after ``case_timeout``, with the stacks of all ranks in its outcome, and
+new processes continue with the next one.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _HOST = "127.0.0.1"
 _START_TIMEOUT = 120
 _MAX_HANGS = 3
 _PASSED = "passed"
-# After one of these a process can do nothing more on its GPU.
+# After one of these errors a process can do nothing more on its GPU.
 _STICKY = ("CUDA error", "misaligned address", "an illegal memory access")
 
 
 @dataclass(frozen=True)
 class Env:
-    """What a case gets."""
+    """The arguments of a case."""
 
     rank: int
     world_size: int
     device: torch.device
 
     def mesh(self, *shape: int, names: tuple[str, ...] = ("cp",)) -> DeviceMesh:
-        """A mesh over all ranks, made once: each one costs communicators."""
+        """A mesh over all ranks, created once, because each one costs communicators."""
         return _mesh(self.device.type, shape or (self.world_size,), names)
 
 
@@ -61,7 +61,8 @@ def _mesh(device_type, shape, names) -> DeviceMesh:
 def run_cases(
     module: str, names: list[str], world_size: int, backend: str, case_timeout: float = 60
 ) -> dict[str, str]:
-    """Outcome of every case: "" if all ranks passed, else what each failing rank said."""
+    """The outcome of every case: "" if all ranks passed, otherwise the report of each failing
+    rank."""
     outcomes: dict[str, str] = {}
     left = list(names)
     for _ in range(_MAX_HANGS):
@@ -77,8 +78,11 @@ def run_cases(
 def run_asked(
     request, world_size: int, backend: str, case_timeout: float, runs=lambda name: True
 ) -> dict[str, str]:
-    """Outcomes of the cases that the collected tests of a module ask for, for its fixture
-    ``outcomes``: those that ``-k`` left out do not run, nor those that ``runs`` says no to."""
+    """Outcomes of the cases that the collected tests of a module need, for its fixture
+    ``outcomes``.
+
+    Cases that ``-k`` deselects do not run, nor do those for which ``runs`` returns False.
+    """
     size = getattr(request, "param", None)
     asked = [
         item.callspec.params["case"]
@@ -92,7 +96,8 @@ def run_asked(
 
 
 def _spawn(module, names, world_size, backend, case_timeout) -> dict[str, str]:
-    """Cases in order until all are done or one hangs or crashes, which is the last returned."""
+    """Run cases in order until all are done or one hangs or crashes; that one is the last
+    returned."""
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     args = (world_size, store.port, module, names, backend, case_timeout)
@@ -118,7 +123,7 @@ def _spawn(module, names, world_size, backend, case_timeout) -> dict[str, str]:
             for rank in range(world_size)
         }
         if outcomes and not any(said.values()):
-            break  # all ranks ended after the case before
+            break  # all ranks ended after the previous case
         complete = None not in said.values() and not any(
             store.check([f"{name}/{rank}/hung"]) for rank in said
         )
@@ -141,7 +146,7 @@ def _get(store, key: str) -> str | None:
 def _join(processes, deadline: float) -> None:
     while any(p.is_alive() for p in processes):
         if any(p.exitcode not in (None, 0) for p in processes):
-            # The others may wait for the dead one for ever; leave them time to say where.
+            # The others may wait for the dead one forever; leave them time to report where.
             deadline = min(deadline, time.monotonic() + 3)
         if time.monotonic() > deadline:
             for process in processes:
@@ -186,18 +191,18 @@ def _worker(rank, world_size, port, module, names, backend, case_timeout) -> Non
         watch.stop()
         _log(f"rank {rank} of {world_size}, {name}: {said}")
         store.set(f"{name}/{rank}", said)
-        # All ranks begin the next case together, or this process ends in an error.
+        # All ranks start the next case together, or this process ends with an error.
         everyone = [f"{name}/{r}" for r in range(world_size)]
         store.wait(everyone, timeout)
         if any(word in _get(store, key) for key in everyone for word in _STICKY):
             break
-    # No destroy_process_group: after a case that failed in the middle it can wait for ever.
+    # No destroy_process_group, because it can wait forever after a case that failed halfway.
     sys.stdout.flush()
     os._exit(0)
 
 
 def _log(text: str) -> None:
-    """For whoever must stop a run before its end: what the cases said so far."""
+    """Log the outcomes so far, for when a run must be stopped early."""
     path = os.environ.get("CP_DISPATCH_CASE_LOG")
     if path:
         with open(path, "a") as file:

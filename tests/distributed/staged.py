@@ -1,11 +1,12 @@
-"""Ranks that share GPUs: a process group whose collectives go through the host's memory, by gloo.
+"""Ranks that share GPUs: a process group whose collectives go through host memory, by gloo.
 
-NCCL wants a GPU for each rank. With it tests of several ranks run on a machine that has fewer::
+NCCL needs one GPU for each rank. With this group, tests of several ranks run on a machine that has
+fewer::
 
     CP_DISPATCH_TEST_RANKS=4 python -m pytest tests/gpu/test_layouts_cuda.py -k "4GPUs and flash"
 
-What it is for are kernels on CUDA and who computes what. Ranks that share one GPU also write to
-each other's memory there, as peers do, in streams; times mean nothing.
+It serves to test kernels on CUDA, and which rank computes what. Ranks that share one GPU also write
+to each other's memory there, as peers do, in streams. Times mean nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NAME = "staged"
 
 
 def ranks() -> int:
-    """On how many GPUs tests may play: those that there are, or what the environment says."""
+    """The number of ranks for tests: the number of GPUs, or that of the environment variable."""
     return int(os.environ.get("CP_DISPATCH_TEST_RANKS", torch.cuda.device_count()))
 
 
@@ -38,7 +39,7 @@ def is_staged() -> bool:
 
 
 def register() -> None:
-    # torch's symmetric memory refuses ranks that share a GPU unless it is told so.
+    # torch's symmetric memory refuses ranks that share a GPU unless this is set.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     room.symmetric_memory = SharedMemory
     if NAME.upper() not in dist.Backend._plugins:
@@ -46,7 +47,7 @@ def register() -> None:
 
 
 class SharedMemory:
-    """torch's symmetric memory, which asks a group for its store: one in Python has none."""
+    """torch's symmetric memory, which needs the store of a group; a group in Python has none."""
 
     empty_strided_p2p = staticmethod(getattr(symmetric_memory, "empty_strided_p2p", None))
 
@@ -56,7 +57,7 @@ class SharedMemory:
 
 
 class Staged(dist.ProcessGroup):
-    """Every collective waits for the current stream, and is over when it returns."""
+    """Every collective waits for the current stream, and is complete when it returns."""
 
     def __init__(self, store, rank: int, size: int, timeout):
         super().__init__(rank, size)
@@ -66,10 +67,10 @@ class Staged(dist.ProcessGroup):
 
     @functools.cached_property
     def meeting_place(self) -> str:
-        """Name of a group of torch's own of the same ranks, without collectives."""
+        """The name of a group of torch's own with the same ranks, without collectives."""
         name = f"{self.pg_name} of symmetric memory"
         self._met = dist.ProcessGroup(self._store, self.rank(), self._number)
-        _register_process_group(name, self._met)  # which does not hold it
+        _register_process_group(name, self._met)  # which holds no reference to it
         return name
 
     def size(self) -> int:
@@ -89,7 +90,7 @@ class Staged(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):
         opts = opts or dist.AllreduceOptions()
         for tensor in tensors:
-            # Gloo has no mean; 16 bits are summed in 32, as NCCL does within a GPU.
+            # Gloo has no mean. 16-bit values are summed in 32 bits, as NCCL does within a GPU.
             whole = _to_host(tensor)
             wide = whole.float() if whole.dtype.itemsize == 2 else whole
             mean = opts.reduceOp == dist.ReduceOp.AVG
@@ -172,7 +173,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _done(result):
-    """The work of a collective that is over, on the GPU too."""
+    """The work object of a collective that is complete, also on the GPU."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     future = torch.futures.Future()

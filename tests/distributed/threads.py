@@ -1,6 +1,6 @@
 """W ranks as threads of this process, on torch's ``MultiThreadedPG``.
 
-A run costs hundredths of a second, and collectives work as they do between processes, also those
+A run takes hundredths of a second, and collectives work as they do between processes, also those
 inside custom ops.
 """
 
@@ -28,13 +28,13 @@ _TIMEOUT = 60
 def run_threads(world_size: int, function, timeout: float = _TIMEOUT) -> list:
     """``[function(rank) for every rank]``, each in its own thread with a process group.
 
-    The first failure of a rank fails the call, with its traceback as the message; so does a run
-    that is not done in time.
+    The call fails with the first failure of a rank, with its traceback as the message. It also
+    fails if a rank is not done in time.
     """
     results: list = [None] * world_size
     failures: dict[int, BaseException] = {}
     store = dist.HashStore()
-    # Autograd modes are a thread's own; the ranks get the caller's.
+    # Autograd modes belong to a thread; the ranks get the caller's.
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def body(rank: int) -> None:
@@ -43,7 +43,8 @@ def run_threads(world_size: int, function, timeout: float = _TIMEOUT) -> list:
             with torch.set_grad_enabled(grad), torch.inference_mode(inference):
                 results[rank] = function(rank)
         except BaseException as error:
-            # A rank that another's failure has interrupted in a collective raises SystemExit.
+            # A rank that is interrupted in a collective by another rank's failure raises
+            # SystemExit.
             failures[rank] = error
             ProcessLocalGroup.exception_handle(error)
         finally:
@@ -65,8 +66,8 @@ def run_threads(world_size: int, function, timeout: float = _TIMEOUT) -> list:
 class _Worker:
     """A thread that runs one rank of one run after another.
 
-    Workers never end, because DTensor's cache of a thread, in torch 2.11, can deadlock with other
-    threads when its thread ends.
+    Workers never end: in torch 2.11, DTensor's per-thread cache can deadlock with other threads
+    when its thread ends.
     """
 
     def __init__(self):
@@ -91,7 +92,7 @@ _workers: list[_Worker] = []
 
 
 def _run_all(body, world_size: int, timeout: float) -> list[int]:
-    """Run every rank; those that were not done in time."""
+    """Run every rank, and return those that were not done in time."""
     while len(_workers) < world_size:
         _workers.append(_Worker())
     workers = _workers[:world_size]
@@ -107,7 +108,7 @@ def _run_all(body, world_size: int, timeout: float) -> list[int]:
             ProcessLocalGroup.exception_handle(TimeoutError())
             deadline = time.monotonic() + 5
     if hung:
-        _workers.clear()  # threads that hang are of no more use
+        _workers.clear()  # threads that hang cannot be reused
     return hung
 
 
@@ -117,27 +118,27 @@ def _threaded_world():
     lock = threading.Lock()
 
     def one_at_a_time(*args, **kwargs):
-        # Fake mode is one for the process. Torch's own threaded tests take turns too, by a
+        # There is one fake mode for the process. Torch's own threaded tests take turns too, with a
         # lock that torch 2.11 does not have.
         with lock:
             return propagate(*args, **kwargs)
 
-    # Torch 2.11 built for CUDA, on a machine without: the thread that enters fake mode first owns
-    # a guard that all others use, so let it be a thread that stays.
+    # With torch 2.11 built for CUDA, on a machine without GPUs, the thread that first enters fake
+    # mode owns a guard that all others use. So it must be a thread that stays.
     with FakeTensorMode():
         pass
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     world = multi_threaded_pg._install_threaded_pg()
     if not hasattr(world, "comms"):
-        world.comms = []  # destroy_process_group() of torch 2.11 looks for it
+        world.comms = []  # destroy_process_group() of torch 2.11 needs it
     ProcessLocalGroup.reset()
     ShardingPropagator._propagate_tensor_meta_non_cached = one_at_a_time
-    # Notes for graphs stand in one dict of the process. BlockMask makes some, eagerly too, and of
-    # two threads one took away the other's (KeyError: 'custom').
+    # Annotations for graphs are in one dict of the process. BlockMask makes some, also in eager
+    # mode, and with two threads one removed the other's (KeyError: 'custom').
     annotate = torch.fx.traceback.annotate
     torch.fx.traceback.annotate = lambda notes: contextlib.nullcontext()
-    # That something is traced is, up to torch 2.13, one flag of the process. FlexAttention traces
-    # mods.
+    # Up to torch 2.13, one flag of the process says that something is being traced. FlexAttention
+    # traces mods.
     trace, tracing = torch.fx.Tracer.trace, threading.RLock()
 
     def trace_in_turn(*args, **kwargs):
@@ -157,10 +158,11 @@ def _threaded_world():
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
-# What FlexAttention sets while it runs eagerly, and then puts back as it found it: of threads, as
-# another has set it. One that traced left the first on, and nothing compiled any more.
+# FlexAttention sets these while it runs eagerly, and then restores what it found. With threads,
+# that may be what another thread had set: tracing left the first one on, and nothing was compiled
+# any more.
 _FLAGS = (
-    (torch.fx._symbolic_trace, "_is_fx_tracing_flag"),  # a thread's own from torch 2.14
+    (torch.fx._symbolic_trace, "_is_fx_tracing_flag"),  # per thread since torch 2.14
     (torch._dynamo.config, "allow_empty_graphs"),
     (torch._dynamo.config, "capture_scalar_outputs"),
     (torch._dynamo.config, "recompile_limit"),
@@ -169,7 +171,7 @@ _FLAGS = (
 
 
 def _flags_of_the_process():
-    """A function that puts the flags back to what they are now."""
+    """A function that restores the current values of the flags."""
     found = [(owner, name, getattr(owner, name)) for owner, name in _FLAGS if hasattr(owner, name)]
 
     def put_back() -> None:

@@ -1,5 +1,5 @@
-"""A Llama as torchtitan writes it: plain activations, and attention in a module of its own, which
-parallel styles are applied to. Nothing in it knows of ranks."""
+"""A Llama as in torchtitan: plain activations, and attention in its own module, to which parallel
+styles are applied. Nothing in it depends on ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY, LENGTH, DIM, HEADS, KEY_HEADS = 31, 32, 32, 4, 2
 
 
 class InnerAttention(nn.Module):
-    """The one place that calls attention."""
+    """The only module that calls attention."""
 
     def forward(self, query, key, value, *, scale=None):
         return F.scaled_dot_product_attention(
@@ -71,7 +71,7 @@ class Llama(nn.Module):
         self.register_buffer("turns", angles(DIM // HEADS), persistent=False)
 
     def forward(self, tokens):
-        # A stage of a pipeline has some of these.
+        # A pipeline stage has only some of these modules.
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             x = layer(x, self.turns)

@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def default_backend(env: Env) -> None:
-    """Without ``sdpa_kernel`` the ring takes what torch would."""
+    """Without ``sdpa_kernel`` the ring uses the kernel that torch would choose."""
     tensors = PROBLEM.tensors(env.device)
     with cp_dispatch.enabled():
         locals_ = [distribute(x, env.mesh(), SEQUENCE) for x in tensors[:3]]
@@ -36,13 +36,13 @@ def inference_mode(env: Env, kernel: str, schedule: str = "ring") -> None:
     tensors = PROBLEM.tensors(env.device)
     with cp_dispatch.enabled(schedule=schedule), torch.inference_mode():
         got = run_sharded(PROBLEM, tensors, env.mesh(), kernel=kernel, needs=(False,) * 3)
-    # A copy, so that it may be compared outside of inference mode.
+    # A copy, so that it can be compared outside of inference mode.
     got[0] = got[0].clone()
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, kernel))
 
 
 def transposed_views(env: Env, kernel: str, schedule: str = "ring") -> None:
-    """``(B, S, H, D)`` in memory, as a model's projections leave it."""
+    """``(B, S, H, D)`` in memory, as a model's projections return it."""
     query, key, value, grad = PROBLEM.tensors(env.device)
     leaves = [
         distribute(x.transpose(1, 2).contiguous(), env.mesh(), [Shard(1)]).requires_grad_()
@@ -78,7 +78,8 @@ def batch_sharded_is_stock(env: Env) -> None:
 
 
 def other_collectives_in_flight(env: Env, kernel: str, schedule: str = "ring") -> None:
-    """All-reduces on the mesh's own group, started around the ring and never waited between."""
+    """All-reduces on the mesh's own group, started around the ring and not waited for in
+    between."""
     tensors = PROBLEM.tensors(env.device)
     mesh = env.mesh()
     group = mesh.get_group()
@@ -189,7 +190,7 @@ def _bounded(env: Env, kernel: str, causal: bool, most_forward, most_backward, *
         return F.scaled_dot_product_attention(*inputs, is_causal=causal)
 
     with cp_dispatch.enabled(**options), sdpa_kernel(KERNELS[kernel]):
-        for _ in range(2):  # the first time may allocate workspaces that stay
+        for _ in range(2):  # the first run may allocate workspaces that stay allocated
             forward, output = extra(attend)
             backward, grads = extra(functools.partial(torch.autograd.grad, output, inputs, grad))
             del output, grads
