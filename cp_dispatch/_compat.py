@@ -615,11 +615,11 @@ def save_in_partitioners(communicates) -> None:
 
 
 def keep_sizes_traceable() -> None:
-    """From now on, let no op of a trace stand for a size that something stood for before.
+    """From now on, keep traces from defining a known size by an op that was applied to it.
 
-    Torch (2.11 to 2.14) looks up a size that it does not know by what its symbol last came of. In
-    the backward of a DTensor's view that is ``sym_max(n, 1)`` of the very size, and the trace goes
-    round in circles (RecursionError). Stays, as :func:`keep_order_in_inductor`.
+    Torch (2.11 to 2.14) looks up an unknown size by the latest value with the same symbol. In the
+    backward of a DTensor's view that value is ``sym_max(n, 1)`` of the same size ``n``, so the lookup
+    never ends (RecursionError). Permanent, like :func:`keep_order_in_inductor`.
     """
     from torch.fx.experimental import proxy_tensor
 
