@@ -618,8 +618,8 @@ def keep_sizes_traceable() -> None:
     """From now on, keep traces from defining a known size by an op that was applied to it.
 
     Torch (2.11 to 2.14) looks up an unknown size by the latest value with the same symbol. In the
-    backward of a DTensor's view that value is ``sym_max(n, 1)`` of the same size ``n``, so the lookup
-    never ends (RecursionError). Permanent, like :func:`keep_order_in_inductor`.
+    backward of a DTensor's view that value is ``sym_max(n, 1)`` of the same size ``n``, so the
+    lookup never ends (RecursionError). Permanent, like :func:`keep_order_in_inductor`.
     """
     from torch.fx.experimental import proxy_tensor
 
