@@ -20,7 +20,7 @@ from tests.distributed.spawn import TORCH_2_13, Env, run_cases
 
 pytest.importorskip("transformers")
 
-BATCH, LENGTH, VOCABULARY = 2 if TORCH_2_13 else 1, 256, 97  # torch 2.11 has no nn.Linear for more
+BATCH, LENGTH, VOCABULARY = 2 if TORCH_2_13 else 1, 256, 97  # the most that torch 2.11 supports
 
 
 def model(seed: int = 0):
