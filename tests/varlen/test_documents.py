@@ -219,7 +219,7 @@ def test_a_plan_is_made_once(monkeypatch):
 
 
 def test_explain_refuses_shapes_and_arguments():
-    """With the reason in words, and without any for a correct call."""
+    """With exactly one reason each, in words."""
     cu_seq = torch.tensor([0, 20, 48], dtype=torch.int32)
     shape, float16 = (48, 4, 8), torch.float16
     cases = [
