@@ -1,4 +1,4 @@
-"""The debug mode: what must be the same on every rank, as far as one process can tell."""
+"""The debug mode: what must be the same on every rank, as far as one process can test it."""
 
 from types import SimpleNamespace
 
@@ -68,7 +68,8 @@ def test_one_call_has_one_signature(mesh):
 
 
 def test_every_rank_has_the_same_signature():
-    """Nothing of a rank's own may get in; shards of uneven length differ, and fit."""
+    """It must contain nothing that is specific to a rank. Shards of uneven length differ, and that
+    is fine."""
     texts = set()
     for rank in range(4):
         with fake_ranks(4, rank=rank) as mesh:
@@ -85,7 +86,7 @@ def test_every_rank_has_the_same_signature():
 
 
 def variations(mesh):
-    """Calls of which no two may pass for the same."""
+    """Calls of which no two may have the same signature."""
     base = tensors(mesh)
     yield "base", Call(*base)
     yield "length", Call(*tensors(mesh, length=65))
@@ -111,7 +112,7 @@ def test_whatever_must_agree_is_in_the_signature(mesh):
     with torch.random.fork_rng():
         torch.manual_seed(7)
         texts["seed"] = _signature(AUTO, Call(*tensors(mesh), dropout_p=0.1))
-        # The seed of what draws nothing is nobody's business.
+        # If nothing is drawn, the seed does not matter.
         assert _signature(AUTO, Call(*tensors(mesh))) == texts["base"]
     texts["schedule"] = _signature(Options("ring"), Call(*tensors(mesh)))
     with torch.no_grad():
@@ -208,7 +209,7 @@ def test_one_rank_agrees_with_itself(monkeypatch):
 
 
 def test_the_exchange_is_small(monkeypatch):
-    """32 bytes from each rank, and one number, per mesh dim."""
+    """32 bytes from each rank, and one number, for each mesh dim."""
     sizes = []
     gather, reduce = agreement.dist.all_gather, agreement.dist.all_reduce
     monkeypatch.setattr(

@@ -45,11 +45,11 @@ ROWS = [
 def test_curves():
     plot = load("bench_plot")
     (panel,) = plot.curves(ROWS, "tokens_per_rank").values()
-    # A point that failed is at 0; a curve has two points.
+    # A point that failed is at 0. A curve has two points.
     assert panel == {"cp_dispatch ring": [(8192, 0.5), (16384, 0.75), (32768, 0.0)]}
     (panel,) = plot.curves(ROWS, "ranks").values()
     assert panel == {"cp_dispatch ring": [(2, 0.6), (4, 0.5)]}
-    # Other shapes are other panels.
+    # Other shapes get other panels.
     others = [row(kept=0.5, heads=[8, 8]), row(kept=0.5, heads=[8, 8], ranks=8)]
     assert len(plot.curves(ROWS + others, "ranks")) == 2
     with pytest.raises(SystemExit, match="nothing to plot"):
@@ -85,7 +85,7 @@ def test_a_refused_call_has_no_schedule(monkeypatch):
 
 
 def test_documents_are_a_mask(monkeypatch):
-    """Every row sees the keys of its document up to its own, and these are what is counted."""
+    """Every row sees the keys of its document up to its own position, and these are counted."""
     monkeypatch.syspath_prepend(TOOLS)
     args = argparse.Namespace(
         batch=2, head_dim=8, causal=False, documents=6, dtype="bfloat16"
@@ -111,7 +111,8 @@ def test_failures_are_rows():
 
 
 def test_predicted_table():
-    """Every schedule that fits, the best one bold; more ranks than heads leave no ulysses."""
+    """It lists every schedule that fits, with the best one in bold. With more ranks than heads
+    there is no ulysses."""
     predict = load("predict_table")
     predict.RANKS = (8, 64)
     args = argparse.Namespace(backend="flash", heads=(32, 8), head_dim=128, tokens=[1024])
@@ -123,7 +124,7 @@ def test_predicted_table():
 
 
 def test_planner_check():
-    """What auto takes against the best, and predictions against times."""
+    """What auto selects against the best, and predictions against measured times."""
     check = load("planner_check")
     known = constants(push=True)
     shape = {"host_seconds": 0.0, "mode": "fwd"}

@@ -1,4 +1,4 @@
-"""Dicts that forget the oldest."""
+"""Dicts that evict the oldest entry."""
 
 from cp_dispatch.bounded import ByWeight, keep
 
@@ -8,7 +8,7 @@ def test_the_oldest_goes():
     for i in range(5):
         keep(known, i, str(i), 3)
     assert known == {2: "2", 3: "3", 4: "4"}
-    keep(known, 2, "again", 3)  # nothing has to go for what is there
+    keep(known, 2, "again", 3)  # an existing key evicts nothing
     assert known == {2: "again", 3: "3", 4: "4"}
     keep(known, 9, "9", 1)
     assert known == {9: "9"}
@@ -39,10 +39,10 @@ def test_the_newest_up_to_a_weight():
     found = ByWeight(make, len, most=5)
     assert [found(2, "a"), found(2, "b"), found(2, "a")] == ["aa", "bb", "aa"]
     assert made == ["a", "b"]
-    found(3, "c")  # the oldest goes
+    found(3, "c")  # evicts the oldest
     found(2, "b")
     assert made == ["a", "b", "c"]
-    assert found(9, "d") == found(9, "d") == "d" * 9  # alone too heavy, and kept for all that
+    assert found(9, "d") == found(9, "d") == "d" * 9  # too heavy by itself, but kept anyway
     assert made == ["a", "b", "c", "d"] and len(found._known) == 1
     found(1, "e")
     assert found._total == 1 and len(found._known) == 1

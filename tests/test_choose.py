@@ -1,4 +1,4 @@
-"""The backend is the one that torch would pick for one rank's shards."""
+"""The backend is the one that torch would choose for one rank's shards."""
 
 import contextlib
 
@@ -58,7 +58,7 @@ def test_the_backend_is_what_torch_picks_for_the_local_shards(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_causal_between_different_lengths_takes_kernels_that_torch_refuses_it():
-    """Its causal tiles are square, so a kernel that takes square causal calls takes these."""
+    """The causal tiles are square, so a kernel that supports square causal calls supports these."""
     shapes = (1, 4, 8, 16), (1, 4, 24, 16), (1, 4, 24, 16)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         local = LocalCall(shapes, torch.float32, "cpu", is_causal=True)
@@ -83,7 +83,7 @@ def test_where_nothing_fits_every_reason_against_every_backend_is_told():
 
 
 def test_asking_leaves_no_trace():
-    """Neither modes nor flags nor warnings change, whatever the caller has on."""
+    """Modes, flags and warnings stay the same, whatever the caller has set."""
     shapes = ((1, 2, 8, 4),) * 3
     before = torch.is_grad_enabled(), torch.get_rng_state()
     with torch.inference_mode():
@@ -190,7 +190,8 @@ def test_the_chosen_backend_is_not_among_the_refused(mesh):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_shard_of_one_key_takes_what_torch_keeps_single_keys_from(monkeypatch, rows):
-    """As torch does from cuDNN: that a shard has one key is no reason to refuse the call."""
+    """Torch keeps single keys from cuDNN. That a shard has one key is no reason to refuse the
+    call."""
 
     def choice(local, *_):
         lengths = [shape[2] for shape in local.shapes]
@@ -206,7 +207,7 @@ def test_a_shard_of_one_key_takes_what_torch_keeps_single_keys_from(monkeypatch,
 
 
 def test_one_more_backend_needs_a_name_and_no_more(monkeypatch, mesh):
-    """Torch's switches and checks are those of its ``sdp_backend``."""
+    """Torch's switches and checks follow from its ``sdp_backend``."""
 
     class Another(type(BACKENDS["cpu_flash"])):
         name = "another"

@@ -1,4 +1,5 @@
-"""Every private symbol of torch that cp_dispatch uses exists here and does what it is used for.
+"""Every private symbol of torch that cp_dispatch uses exists in this torch and does what it is used
+for.
 
 A name added to ``_compat.__all__`` needs a ``test_<name>`` here, or an entry in ``TESTED_WITH``.
 """
@@ -58,7 +59,7 @@ def test_every_name_exists_and_has_a_test(name):
 
 
 def test_register_op_strategy(mesh):
-    """A rule of ours decides about an op of ours: Shard in, Shard out; no sharding of dim 1."""
+    """A rule of ours decides for an op of ours: Shard in, Shard out, and no sharding of dim 1."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
     library.define("halve(Tensor x, float by) -> Tensor")
     library.impl("halve", lambda x, by: x / by, "CompositeExplicitAutograd")
@@ -87,7 +88,7 @@ def test_register_op_strategy(mesh):
         for placement, wanted in ((Shard(0), Shard(0)), (Shard(1), Replicate())):
             x = DTensor.from_local(torch.ones(2, 4), mesh, [placement])
             for by in (2.0, 4.0):
-                # ``by`` is no part of the cache key: the rule is asked once per placement.
+                # ``by`` is not part of the cache key: the rule runs once for each placement.
                 out = halve(x, by)
                 assert out.placements == (wanted,)
                 assert torch.equal(out.to_local(), torch.full((2, 4), 1 / by))
@@ -108,7 +109,7 @@ def test_dtensor_spec(mesh):
 
 
 def test_local_tensor(mesh):
-    """The shard itself, whose use autograd does not see."""
+    """The shard itself. Autograd does not see its use."""
     shard = torch.rand(2, 4)
     tensor = DTensor.from_local(shard, mesh, [Shard(0)]).requires_grad_()
     local = _compat.local_tensor(tensor)
@@ -123,7 +124,7 @@ def test_all_gather_single(mesh):
 
 
 def test_symmetric_memory():
-    # Its buffers need GPUs; tests/gpu have them.
+    # Its buffers need GPUs, so tests/gpu tests them.
     for name in ("empty_strided_p2p", "rendezvous", "get_buffer"):
         assert callable(getattr(_compat.symmetric_memory, name))
 
@@ -152,7 +153,7 @@ def test_group_name(mesh):
 
 
 def test_current_raw_stream():
-    """Torch that was built without CUDA has no such function."""
+    """A torch built without CUDA does not have this function."""
     assert _compat.current_raw_stream(torch.device("cpu")) == 0
     device, name = torch.device("cuda", 3), "_cuda_getCurrentRawStream"
     with mock.patch.object(torch._C, name, lambda index: 10 + index, create=True):
@@ -232,7 +233,7 @@ def test_below_autograd():
 
 @pytest.mark.parametrize("key", ["CPU", "AutogradCPU", "CUDA", "AutogradCUDA"])
 def test_composite_kernel(key):
-    """The kernel is torch's own, takes boxed calls, and records autograd where it should."""
+    """The kernel is torch's own, accepts boxed calls, and records autograd when it should."""
     kernel = _compat.composite_kernel(key)
     tensors = [torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3)]
     with torch.set_grad_enabled(key.startswith("Autograd")):
@@ -244,7 +245,7 @@ def test_composite_kernel(key):
 
 
 def test_kernel_is_registered():
-    """Kernels of a device count, those of an alias key that serve every device do not."""
+    """Kernels for a device count. Those for an alias key, which serve every device, do not."""
     library = torch.library.Library("cp_dispatch_compat_kernel", "FRAGMENT")
     library.define("same(Tensor x) -> Tensor")
     library.impl("same", torch.clone, "CompositeExplicitAutograd")
@@ -393,7 +394,7 @@ def test_torch_context_parallel_is_on():
 
 
 def test_when_traced():
-    """Called once for each graph, when it is done."""
+    """Called once for each graph, when the graph is complete."""
     events = []
 
     @torch.compiler.assume_constant_result
@@ -413,7 +414,7 @@ def test_when_traced():
 
 
 def test_guard_trace():
-    """A check given while dynamo traces decides whether the graph is used again."""
+    """A check that is added while dynamo traces decides whether the graph is used again."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
     library.define("same(Tensor x) -> Tensor")
     wanted, traced = [1], []
@@ -441,7 +442,7 @@ def test_guard_trace():
 
 
 def test_compiled_graphs():
-    """A check given to a graph that is already there decides too."""
+    """A check that is added to an existing graph decides too."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(lambda x: x + 1, backend=counter)
@@ -497,7 +498,7 @@ def test_save_in_traced_checkpoints():
 
 
 def test_leave_in_backward():
-    """An op of the backward stays there, though it depends on tensors of the forward alone."""
+    """An op of the backward stays there, although it depends only on tensors of the forward."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
     library.define("shrink(Tensor x) -> Tensor")
     library.impl("shrink", lambda x: x[:1].clone(), "CompositeExplicitAutograd")
@@ -544,7 +545,7 @@ def test_leave_in_backward():
 
 
 def test_leave_in_forward():
-    """Binds the calls that torch has tagged; those in traces of whole steps are spawned tests'."""
+    """Binds the calls that torch has tagged. Spawned tests cover those in traces of whole steps."""
     op = torch.ops.aten.sin.default
 
     def both_ways(x):
@@ -561,7 +562,8 @@ def test_leave_in_forward():
 
 
 def test_keep_order_in_inductor():
-    """Torch chains its collectives alone; with ours among them each comes after the one before."""
+    """Torch chains only its own collectives. With ours added, each of them comes after the previous
+    one."""
     from torch._inductor import comms, compile_fx
 
     assert compile_fx.__name__ in sys.modules
@@ -591,7 +593,7 @@ def test_keep_order_in_inductor():
 
 
 def test_keep_sizes_traceable():
-    """What a symbol came of first is what it is known by; constants and others are as they were."""
+    """A symbol keeps the first op that produced it; constants and other results are unchanged."""
     from torch.fx.experimental import proxy_tensor
 
     symbol, seen = object(), []
@@ -612,7 +614,7 @@ def test_keep_sizes_traceable():
 
 
 def test_save_in_partitioners():
-    """No backward repeats the op, but that of a checkpoint; it has two results."""
+    """No backward repeats the op, except that of a checkpoint. The op has two results."""
     from torch._functorch import config, partitioners
 
     op, backwards = torch.ops.aten.sort.default, []
@@ -652,7 +654,7 @@ def test_save_in_partitioners():
 
 
 def test_forget_resolved_kernels():
-    """A trace that goes by the Python dispatcher sees a kernel that came or went since."""
+    """A trace that uses the Python dispatcher sees kernels that were added or removed since."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
     library.define("which(Tensor x) -> Tensor")
     library.impl("which", lambda x: x + 1, "CompositeImplicitAutograd")
@@ -675,8 +677,8 @@ def test_forget_resolved_kernels():
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_add_subclass_rule(mesh, compiler):
-    """A rule sees FlexAttention's op with DTensors, below autograd, in eager mode and in traces,
-    where the modes of torch step back for it; its backward too; and it goes again."""
+    """A rule gets FlexAttention's op with DTensors, below autograd, in eager mode and in traces,
+    where torch's modes defer to it. It gets the op's backward too, and it can be removed."""
     ops = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
     seen = []
 
@@ -716,12 +718,12 @@ def test_add_subclass_rule(mesh, compiler):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_set_plain_kernel(inference):
-    """One of our kernels sees FlexAttention's op on plain tensors, and torch's is put back."""
+    """A kernel of ours gets FlexAttention's op on plain tensors, and torch's kernel is restored."""
     op, seen = torch.ops.higher_order.flex_attention, []
     x = torch.randn(1, 1, 16, 8)
     before = {key: _compat.plain_kernel(op, key) for key in _compat.PLAIN_KEYS}
     with torch.inference_mode(inference):
-        want = flex_attention(x, x, x)  # and the op remembers its kernels
+        want = flex_attention(x, x, x)  # and the op caches its kernels
 
         def first(key):
             def kernel(*args):
@@ -740,7 +742,7 @@ def test_set_plain_kernel(inference):
 
 
 def test_trace_gradients():
-    """From below autograd, and inside of hooks."""
+    """Below autograd, and with saved-tensor hooks active."""
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: None)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), hooks:
@@ -760,7 +762,7 @@ def test_is_fake():
 
 
 def test_compiles_for_inductor():
-    """True in a trace for inductor alone, which a backend of functions is not."""
+    """True only in a trace for inductor. A backend that is a function is not one."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
     library.define("look(Tensor x) -> Tensor")
     seen = []
@@ -776,7 +778,7 @@ def test_compiles_for_inductor():
         seen.clear()
         with torch._inductor.config.patch(force_disable_caches=True):
             torch.compile(lambda x: op(x) * 2, backend=backend, fullgraph=True)(torch.ones(2))
-        # Dynamo's own look at shapes comes first, before there is a compiler.
+        # Dynamo's own evaluation of shapes comes first, before there is a compiler.
         assert seen[-1] == (backend == "inductor"), seen
     assert not _compat.compiles_for_inductor()
     torch._dynamo.reset()
@@ -823,7 +825,8 @@ def test_without_subclass():
 
 
 def test_skip_code():
-    """Alone such a function is eager, inside of another it is a part of its graph."""
+    """Called directly, such a function runs in eager mode. Called from another, it is a part of
+    that one's graph."""
     seen = []
 
     def inner(x):
@@ -842,7 +845,8 @@ def test_skip_code():
 
 
 def test_ReentrantForward():
-    """Checkpoints call what is put, with their function first; afterwards it is theirs again."""
+    """Checkpoints call what was set, with their function as the first argument. Afterwards the
+    original is restored."""
     owner, seen = torch.utils.checkpoint.CheckpointFunction, []
     before, switch = owner.__dict__["forward"], _compat.ReentrantForward()
     theirs = switch.get()
@@ -859,7 +863,8 @@ def test_ReentrantForward():
 
 
 def test_run_uncompiled():
-    """Neither it nor what it calls is compiled, also after a graph break; it may be traced."""
+    """Neither the function nor what it calls is compiled, also after a graph break. It may be
+    traced."""
     seen = []
 
     def below(x):
@@ -897,7 +902,7 @@ def test_argument_names():
 
 
 def test_withdraw():
-    """An op's own kernel is back as soon as one that stood before it is withdrawn."""
+    """An op's own kernel is restored as soon as an override of it is withdrawn."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("relu", lambda x: x + 1, "CPU", allow_override=True)
     x = -torch.ones(2)
@@ -907,7 +912,7 @@ def test_withdraw():
 
 
 def test_size_hint():
-    """And no guard comes of it."""
+    """It adds no guard."""
     assert _compat.size_hint(3) == 3
     seen = []
 
@@ -970,8 +975,8 @@ def test_count_traced():
 @pytest.mark.parametrize("ranks, apart", [((0, 2), True), ((0, 1, 2, 3), False)])
 @pytest.mark.parametrize("fails", [False, True])
 def test_new_group_of_these(ranks, apart, fails):
-    """NCCL splits a communicator off the world's with all ranks together: a group of some would
-    wait for the rest, which may wait for it (a pipeline's stages did)."""
+    """NCCL splits a communicator off the world's, with all ranks together. A group of some ranks
+    would wait for the rest, which may be waiting for it (as with the stages of a pipeline)."""
     seen, device = [], object()
     world = mock.Mock(bound_device_id=device)
 
@@ -997,7 +1002,7 @@ def test_new_group_of_these(ranks, apart, fails):
 
 
 def test_view_of():
-    """A view by size, strides and an offset from where the tensor begins."""
+    """A view given by size, strides and an offset from the start of the tensor."""
     whole = torch.arange(24)
     part = whole[4:].view(4, 5)
     view = _compat.view_of(part, (2, 3), (5, 1), 6)

@@ -1,4 +1,5 @@
-"""The cost model on constants with known answers, and what the planner makes of it."""
+"""The cost model with constants for which the answers are known, and what the planner makes of
+it."""
 
 from __future__ import annotations
 
@@ -48,12 +49,12 @@ def constants(rate=RATE, bandwidth=250e9, memory=2e12, slowdown=1.0, floors=None
     )
 
 
-FREE = 1e30  # a speed at which nothing takes any time
+FREE = 1e30  # a speed at which nothing takes time
 BALANCED = HeadTail(32768, 4)
 
 
 def work(plan, backward=False) -> float:
-    """FLOPs of a rank where all have as much."""
+    """FLOPs of a rank if all have the same work."""
     (batch, heads, _, dim), *_ = plan.shards
     pairs = plan.query_length * plan.key_length * (0.5 if plan.is_causal else 1)
     return 4 * batch * heads * dim * pairs / plan.world_size * (2.5 if backward else 1)
@@ -107,7 +108,7 @@ def test_floors_grow_with_ranks():
         [1e-3, 2e-3, 4e-3]
     )
     assert known.floor("gather", "forward", 4) == 0
-    # The median over kernels: a call's own moment may have been a slow one.
+    # The median over kernels, because a single call may have been measured at a slow moment.
     other, slow = ({"ring": {"forward": ((4, x),)}} for x in (3e-3, 9e-3))
     several = dataclasses.replace(known, floors=known.floors | {"cudnn": other, "efficient": slow})
     assert several.floor("ring", "forward", 4) == 3e-3
@@ -131,7 +132,8 @@ def test_every_stage_of_heads_is_a_call_for_the_host():
 
 
 def test_heads_that_are_no_known_calls_take_the_host_longer():
-    """Of shared key heads, uneven heads, and beside another schedule's forward."""
+    """Heads that are no known calls: shared key heads, uneven heads, and heads combined with
+    another schedule's forward."""
     each = {"forward": ((4, 1e-3),), "backward": ((4, 2e-3),)}
     known = constants(floors={"ulysses": each, "mirrored_gather": each})
     there, back = WHOLE_WAY["forward"], WHOLE_WAY["backward"]
@@ -146,8 +148,8 @@ def test_heads_that_are_no_known_calls_take_the_host_longer():
 
 @pytest.mark.parametrize("tokens, heads, stages", [
     (4096, (32, 8), (1, 1)),
-    (8192, (32, 8), (1, 2)),  # a backward's kernels take half the room
-    (4096, (32, 32), (1, 1)),  # as many bytes, and a fourth of the work for the host to hide behind
+    (8192, (32, 8), (1, 2)),  # in the backward, kernels may use half the room
+    (4096, (32, 32), (1, 1)),  # same bytes, a fourth of the work to hide the host time
     (32768, (32, 8), (2, 4)),
     (32768, (16, 1), (1, 1)),  # no rank has several key heads
 ])  # fmt: skip
@@ -158,7 +160,8 @@ def test_stages_go_by_bytes_and_work(tokens, heads, stages):
 
 
 def test_few_heads_take_longer():
-    """Linear in 1 / heads between those that were measured, which is where blocks run short."""
+    """The time is linear in 1 / heads between the measured numbers of heads, where blocks run
+    short."""
     slow = {name: line(RATE / 2) for name in KERNELS}
     known = constants()
     known.kernels["flash"][128][4] = slow
@@ -188,14 +191,14 @@ def test_without_moves_every_balanced_schedule_takes_the_kernels_time(plan):
 def test_a_natural_ring_waits_for_its_last_rank():
     free = constants(bandwidth=FREE, memory=FREE)
     plan = ring()
-    # W - 1/2 blocks where the mean is W / 2.
+    # W - 1/2 blocks; the mean is W / 2.
     want = work(plan) / RATE * (4 - 0.5) / 2
     assert predict(plan, free).forward == pytest.approx(want, rel=1e-3)
 
 
 def test_a_gather_in_natural_order_waits_for_its_mirror():
-    """Of 2 ranks the last one has kernels for one block. The first computes 3/8 of one at home and
-    half of one of the other's rows, which then have to move."""
+    """Of 2 ranks the last one runs kernels for one block. The first computes 3/8 of a block for
+    itself and half of one for the other rank's rows, which then have to be sent."""
     plan, free = settle(ring(ranks=2), "gather", "cuda"), constants(bandwidth=FREE, memory=FREE)
     block = work(plan) / RATE
     assert predict(plan, free).forward == pytest.approx(block)
@@ -206,7 +209,7 @@ def test_a_gather_in_natural_order_waits_for_its_mirror():
 
 
 def test_without_kernels_moves_are_what_is_left():
-    """Bytes over bandwidth, by the plan's own count."""
+    """The time is bytes over bandwidth, with the plan's own count of bytes."""
     free = constants(rate=FREE, memory=FREE, bandwidth=100e9)
     for candidate, prediction in alternatives(ring(causal=False), "cuda", False, free):
         for way, seconds in enumerate(prediction):
@@ -223,7 +226,7 @@ def test_moves_hide_behind_kernels():
     kernels = work(plan) / RATE
     assert predict(plan, fast).forward == pytest.approx(kernels)
     assert predict(plan, slow).forward > 2 * kernels
-    # A collective that takes SMs costs even where it is hidden; copy engines do not.
+    # A collective that uses SMs costs time even if it is hidden. Copy engines do not.
     taking = constants(memory=FREE, slowdown=1.5)
     assert predict(plan, taking).forward > kernels
     gathered = settle(plan, "gather", "cuda")
@@ -259,8 +262,8 @@ def test_what_was_not_measured_is_not_predicted(plan):
     ring(heads=(8, 8)), ring(ranks=64, tokens=512), ring(tokens=7), ring(heads=(2, 1)),
 ])  # fmt: skip
 def test_auto_takes_the_least_predicted_time(monkeypatch, plan, training):
-    """And of what is as fast but for half a hundredth, what moves least often. (Heads that take a
-    backward for its memory have a test of their own.)"""
+    """Among schedules within half a percent, it selects the one with the fewest moves. (Heads that
+    take a backward because of its memory have a separate test.)"""
     known = constants(slowdown=1.1)
     monkeypatch.setattr(planner, "SMALLER", 0.0)
     got = choose(plan, "auto", "cuda", False, False, known, training)
@@ -280,7 +283,7 @@ def test_auto_takes_the_least_predicted_time(monkeypatch, plan, training):
 
 
 def test_a_forward_and_a_backward_of_two_schedules(monkeypatch):
-    """Each takes what it takes alone; without a backward there is nothing to choose."""
+    """Each takes the time that it takes alone. Without a backward there is nothing to choose."""
     known, plan = constants_of("nvidia-h200"), ring(heads=(32, 8), tokens=8192)
     found = {x.op_schedule: (x, p) for x, p in alternatives(plan, "cuda", False, known)}
     two, prediction = found["mirrored_gather+ulysses"]
@@ -321,7 +324,7 @@ def test_of_two_that_are_alike_the_smaller():
 
 
 def test_long_calls_of_few_heads_are_no_faster_than_of_many():
-    """A GPU lowers its clocks in calls longer than those of few heads that were measured."""
+    """A GPU lowers its clocks in calls longer than those that were measured with few heads."""
     known = constants()
     known.kernels["flash"][128][4] = {name: Curve([(1e12, 1e12 / RATE / 2)]) for name in KERNELS}
     short, long = (known.kernel("flash", 128, "forward", 4, x) for x in (1e12, 2e12))
@@ -329,7 +332,7 @@ def test_long_calls_of_few_heads_are_no_faster_than_of_many():
 
 
 def test_auto_does_not_take_more_memory_than_a_gather_may():
-    """Where all moves are free but a ring's, the gather would win."""
+    """If all moves are free except a ring's, the gather would win."""
     known = constants(bandwidth=FREE, memory=FREE)
     known.moves["shift"] = line(1e9)
     for tokens, schedule in ((65536, "gather"), (65536 * 2, "ulysses")):
@@ -349,7 +352,7 @@ def test_without_constants_or_with_a_mask_todays_rules_hold():
         for known, masked in ((None, False), (constants(), True)):
             got = choose(plan, "auto", "cuda", masked, False, known, True)
             assert got == settle(plan, "auto", "cuda", masked)
-    # Kernels that were not measured; lengths that are no ints, as symbolic ones.
+    # Kernels that were not measured, and lengths that are not ints, such as symbolic ones.
     for plan in (ring(dtype=torch.float32), ring(query_length=32768.0), ring(key_length=32768.0)):
         got = choose(plan, "auto", "cuda", False, False, constants(), True)
         assert got == settle(plan, "auto", "cuda")
@@ -365,7 +368,7 @@ def test_explain_shows_every_schedules_time(monkeypatch):
     with fake_ranks(4) as mesh, enabled(schedule="ulysses"):
         tensors = [x.bfloat16() for x in gqa(mesh, (Shard(2),), length=16384)]
         plan = explain(*tensors, is_causal=True, enable_gqa=True)
-    with one_rank() as mesh, enabled():  # which has nothing to choose from
+    with one_rank() as mesh, enabled():  # one rank has nothing to choose from
         alone = explain(*(x.bfloat16() for x in gqa(mesh)), is_causal=True, enable_gqa=True)
     assert alone.predictions == ()
     names = {name for name, *_ in plan.predictions}
@@ -385,7 +388,8 @@ def test_explain_shows_the_time_of_a_hybrid_of_chosen_groups(monkeypatch, wish):
 
 
 def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
-    """Constants of two ranks have none; on four it was the cheapest of all for short shards."""
+    """Constants of two ranks contain no hybrid. On four ranks it was predicted as the fastest of
+    all for short shards."""
     each = {"forward": ((2, 1e-3),), "backward": ((2, 2e-3),)}
     plan = ring(ranks=4, tokens=32)
     hybrid = settle(plan, "hybrid", "cuda")
@@ -398,8 +402,8 @@ def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
 
 
 def test_what_is_said_of_each_schedule():
-    """Times and memory that nothing here can check; on GPUs they were found to be about right. Who
-    changes the model changes them on purpose."""
+    """Times and memory that cannot be checked here. On GPUs they were found to be about right. If
+    you change the model, change them deliberately."""
     balanced, links = HeadTail(65536, 4), Links(2, 50e9, 10e-6)
     said = []
     for name, layout, push, between in (

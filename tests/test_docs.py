@@ -1,4 +1,4 @@
-"""Pages of documentation: their links, and tables that are made from kept results."""
+"""The documentation's pages: their links, and the tables that are generated from stored results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prose(page: pathlib.Path) -> str:
 
 
 def anchors(page: pathlib.Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub generates from headings."""
     found: dict[str, int] = {}
     for heading in re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE):
         name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,4 +1,5 @@
-"""Coins of dropout: fair, one for each (query, key) pair, the same however the work is cut."""
+"""The random bits of dropout: unbiased, one for each (query, key) pair, the same however the work
+is split."""
 
 import math
 
@@ -14,7 +15,8 @@ from cp_dispatch.layouts import Span, Tile, natural, selector
 from tests.ranks import fake_ranks, outline
 
 CPU = torch.device("cpu")
-# Standard deviations that a fair coin strays by once in ten million tests; the seeds are fixed.
+# The number of standard deviations that a fair coin exceeds once in ten million tests. The seeds
+# are fixed.
 SIGMAS = 5.3
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -29,13 +31,13 @@ def block(rows: int, keys: int, row=0, key=0) -> Tile:
 
 
 def coins(rows, keys, batch=1, heads=1, row=0, key=0, **options) -> torch.Tensor:
-    """True where a pair is kept, ``(batch, heads, rows, keys)``."""
+    """The dropout mask: True where a pair is kept, ``(batch, heads, rows, keys)``."""
     options = {"heads": heads, "query_length": row + rows} | options
     return dropout(**options).factors(block(rows, keys, row, key), batch, heads) != 0
 
 
 def assert_rate(sample: torch.Tensor, rate: float) -> None:
-    """The share of True is ``rate``, as far as this many independent coins can tell."""
+    """Check that the share of True is ``rate``, as far as this many independent coins can show."""
     sigma = math.sqrt(rate * (1 - rate) / sample.numel())
     assert abs(sample.double().mean().item() - rate) <= SIGMAS * sigma
 
@@ -61,7 +63,7 @@ def reference(seed, p, batch, head, heads, row, query_length, key) -> bool:
     key=st.integers(0, 2**40),
 )
 def test_coins_are_those_of_splitmix64(seed, p, batch, head, row, key):
-    """Far beyond 2**31 too, where a 32-bit index would wrap."""
+    """Also far beyond 2**31, where a 32-bit index would wrap."""
     heads, length = 256, 2**40 + 2
     own = dropout(p, seed, batch, head, heads, length)
     got = own.factors(block(2, 3, row, key), 1, 1)[0, 0] != 0
@@ -76,7 +78,7 @@ def test_coins_are_those_of_splitmix64(seed, p, batch, head, row, key):
 def test_pairs_are_kept_with_probability_one_minus_p(p, seed):
     kept = coins(256, 512, batch=2, heads=4, p=p, seed=seed)
     assert_rate(kept, 1 - p)
-    # No row, key, head or batch row has a rate of its own.
+    # No row, key, head or batch row has a different rate.
     for dim in range(4):
         for part in kept.unbind(dim):
             assert_rate(part, 1 - p)
@@ -96,7 +98,7 @@ def test_probabilities_zero_and_one():
 
 
 def test_the_mean_of_the_factors_is_one():
-    """What is kept is scaled up for what is not."""
+    """What is kept is scaled up to make up for what is dropped."""
     p, count = 0.3, 4 * 256 * 256
     factors = dropout(p, heads=4, query_length=256).factors(block(256, 256), 1, 4)
     sigma = math.sqrt(p / (1 - p) / count)
@@ -116,7 +118,7 @@ def test_any_cut_of_the_work_gives_the_coins_of_the_whole(data):
     part = own.factors(tile, batches, some)
     index = tuple(slice(start, start + length) for start, length in cut)
     assert torch.equal(part, whole[index])
-    # In layouts with rows of their own a tile is of one row.
+    # In layouts with an order for each batch row, a tile belongs to one batch row.
     one = data.draw(st.integers(0, batches - 1))
     assert torch.equal(own.factors(tile._replace(row=one), 1, some), part[one : one + 1])
 
@@ -137,7 +139,7 @@ def test_every_ring_draws_the_coins_of_one_device(ring_shape, causal):
 
 
 def test_coins_of_other_rows_keys_heads_batches_and_seeds_are_independent():
-    """Fair coins that know nothing of each other agree half of the time."""
+    """Independent fair coins agree half of the time."""
     kept = coins(128, 128, batch=4, heads=4)
     for dim in range(4):
         size = kept.size(dim)
@@ -146,20 +148,20 @@ def test_coins_of_other_rows_keys_heads_batches_and_seeds_are_independent():
             assert_rate(agree, 0.5)
     for seed in (2, 3, 2**32 + 1, 2**61):
         assert_rate(kept == coins(128, 128, batch=4, heads=4, seed=seed), 0.5)
-    # A pair and its mirror image, and rows against keys one step along.
+    # A pair and its mirror image; then a pair and the next one along the diagonal.
     assert_rate(kept.mT[..., :64, 64:] == kept[..., :64, 64:], 0.5)
     assert_rate(kept[..., :-1, :-1] == kept[..., 1:, 1:], 0.5)
 
 
 def words(kept: torch.Tensor) -> torch.Tensor:
-    """63 coins in a row as one integer."""
+    """63 consecutive coins as one integer."""
     width = kept.size(-1) // 63 * 63
     bits = kept[..., :width].unflatten(-1, (-1, 63)).to(torch.int64)
     return (bits << torch.arange(63)).sum(-1).flatten()
 
 
 def test_no_run_of_coins_repeats_along_the_sequence_or_anywhere_else():
-    """Two of 2**15 random words of 63 bits agree with probability below 2**-33."""
+    """Among 2**15 random words of 63 bits, two agree with probability below 2**-33."""
     for shape in ((1, 1, 1, 2**20), (1, 1, 2**14, 63), (64, 64, 4, 63)):
         batch, heads, rows, keys = shape
         seen = words(coins(rows, keys, batch=batch, heads=heads))
@@ -174,7 +176,7 @@ def test_positions_beyond_32_bits(far):
         kept = coins(64, 64, row=row, key=key, query_length=length)
         assert_rate(kept, 0.5)
         assert_rate(kept == near, 0.5)  # no wrap-around
-        # Nor a seam where the number of bits grows.
+        # No seam either where the number of bits grows.
         over = coins(8, 8, row=max(row - 4, 0), key=max(key - 4, 0), query_length=length)
         down, right = 4 * (row > 0), 4 * (key > 0)
         assert torch.equal(over[..., down:, right:], kept[..., : 8 - down, : 8 - right])
@@ -197,6 +199,6 @@ def test_one_seed_repeats_and_nothing_is_drawn_from_torch():
     ((Shard(2), Shard(0)), [3, 0, 6]), ((Shard(2), Replicate()), [0, 0, 6]),
 ], ids=str)  # fmt: skip
 def test_coins_and_layouts_of_rows_go_by_where_a_shard_begins(placements, origin):
-    """The last of 2 x 2 ranks, of a batch of 5 with 6 heads."""
+    """The last of 2 x 2 ranks, with a batch of 5 and 6 heads."""
     with fake_ranks(2, 2, names=("a", "b"), rank=3) as mesh:
         assert _origin(outline(mesh, (5, 6, 64, 16), placements)) == origin

@@ -1,4 +1,5 @@
-"""The extension as a whole: that it is there, what happens when it is not, opcheck for every op."""
+"""The extension as a whole: whether it is there, what happens if it is not, and opcheck for every
+op."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_every_op_has_a_cuda_kernel(op):
 
 
 def python(code: str, **environment) -> subprocess.CompletedProcess:
-    """Run code in a fresh interpreter, with the log's lines on stderr."""
+    """Run code in a fresh interpreter, with the lines of the log on stderr."""
     code = (
         "import logging; logging.basicConfig(level='INFO', format='%(name)s|%(message)s')\n" + code
     )
@@ -146,7 +147,7 @@ def test_loaded_in_silence():
     assert run.stdout.startswith("True|") and not lines_of_log(run)
 
 
-# opcheck: schema, fake, autograd registration, and the whole under AOT dispatch.
+# opcheck: schema, fake, autograd registration, and all of it under AOT dispatch.
 
 
 def merge_arguments():
@@ -207,7 +208,7 @@ def test_opcheck_merge(requires_grad, dtype):
 
 
 def test_permute_in_a_compiled_graph():
-    """One node of the graph, forward and backward, without a break."""
+    """One node of the graph, forward and backward, without a graph break."""
     x = torch.randn(2, 3, 8, 4, requires_grad=True)
     index = torch.tensor([3, 1, -1, 1])
 
@@ -225,7 +226,8 @@ def test_permute_in_a_compiled_graph():
 
 @pytest.mark.skipif(not extension.is_loaded(), reason="no extension")
 def test_cuda_kernels_of_an_older_build_are_mentioned(monkeypatch, caplog):
-    """Without the op that came last copy engines are off: slower, and nobody would know."""
+    """Without the op that was added last, copy engines are off. That is slower, and otherwise would
+    not be noticed."""
     registered = set()
     monkeypatch.setattr(extension, "_cuda_reason", "")
     monkeypatch.setattr(torch.version, "cuda", "13.0")

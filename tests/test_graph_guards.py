@@ -1,4 +1,4 @@
-"""A compiled graph never answers for another setting than its own; see Note [Guards]."""
+"""A compiled graph never runs under a setting other than its own; see Note [Guards]."""
 
 import threading
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def mesh():
 
 
 class Attention:
-    """Compiled causal attention; counts what is compiled."""
+    """Compiled causal attention that counts compilations."""
 
     def __init__(self, mesh):
         self._counter = CompileCounterWithBackend("eager")
@@ -46,7 +46,7 @@ class Attention:
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     def compilations(self, x=None) -> int:
-        """Of one more call."""
+        """The number of compilations in one more call."""
         before = self._counter.frame_count
         got = self._compiled(self.sharded if x is None else x)
         want = self._attend(self.sharded if x is None else x)
@@ -55,7 +55,7 @@ class Attention:
 
 
 def test_each_setting_compiles_once(mesh):
-    """Graphs stand side by side: a loop over scopes does not compile again."""
+    """Graphs coexist: a loop over scopes does not compile again."""
     attention = Attention(mesh)
     scopes = [
         enabled,
@@ -79,7 +79,8 @@ def test_equal_settings_share_a_graph(mesh):
 
 
 def test_off_and_on_again(mesh):
-    """Both ways; what was compiled before the override came is not called while it is there."""
+    """In both directions. Graphs from before the override was installed are not called while it
+    is."""
     attention = Attention(mesh)
     for expected in (1, 0, 0):
         assert attention.compilations(attention.plain) == expected
@@ -93,7 +94,7 @@ def test_off_and_on_again(mesh):
 
 
 def test_a_disabled_scope_lets_no_ring_through(mesh):
-    """On one rank of a CPU, torch's own DTensor has no way to run the call, so it must raise."""
+    """With one rank on CPU, torch's own DTensor cannot run the call, so it must raise."""
     attention = Attention(mesh)
     enable()
     assert attention.compilations() == 1
@@ -120,7 +121,7 @@ def test_modes(mesh, inside):
 
 
 def test_other_functions_compile_at_most_once_a_side(mesh):
-    """Nobody can tell which graphs of the time before hold attention."""
+    """It is unknown which of the earlier graphs contain attention."""
     counter = CompileCounterWithBackend("eager")
     double = torch.compile(lambda x: x * 2, backend=counter)
     for _ in range(3):
@@ -132,7 +133,7 @@ def test_other_functions_compile_at_most_once_a_side(mesh):
 
 
 def test_a_graph_asks_in_its_thread(mesh):
-    """A scope of another thread is none of this one's business, and the other way round."""
+    """A scope of another thread does not affect this one, and vice versa."""
     attention = Attention(mesh)
     entered, done = threading.Event(), threading.Event()
 
@@ -170,8 +171,8 @@ def test_a_scope_in_a_compiled_function_breaks_the_graph_and_holds(mesh):
 
 def test_the_backward_may_run_outside(mesh):
     attention = Attention(mesh)
-    # A shape of its own: DTensor's caches hold meshes of earlier tests, equal but not the same,
-    # of which torch 2.13 cannot make a backward graph.
+    # A shape that no other test uses. DTensor's caches hold meshes of earlier tests, which are
+    # equal but not identical, and for which torch 2.13 cannot create a backward graph.
     x = DTensor.from_local(torch.randn(1, 2, 10, 4), mesh, [Shard(2)]).requires_grad_()
     compiled = torch.compile(attention._attend, backend="aot_eager", fullgraph=True)
     with enabled():
@@ -183,7 +184,7 @@ def test_the_backward_may_run_outside(mesh):
 
 
 def test_plain_calls_keep_their_gradients_afterwards(mesh):
-    """Torch's dispatcher in Python remembered the override's kernel, and lost the gradients."""
+    """Torch's Python dispatcher had cached the override's kernel, and lost the gradients."""
 
     def gradient():
         torch._dynamo.reset()
@@ -210,7 +211,7 @@ def test_a_first_trace_without_the_override_does_not_hide_it(mesh):
 
 
 def test_after_a_reset(mesh):
-    """Graphs made since may have the number and the addresses of those before."""
+    """Graphs compiled after a reset may have the numbers and addresses of earlier ones."""
     attention = Attention(mesh)
     for _ in range(4):
         torch._dynamo.reset()
@@ -221,8 +222,9 @@ def test_after_a_reset(mesh):
 
 
 def test_backward_inside_a_compiled_function(mesh):
-    """What torch calls of ours there is not compiled: dynamo does not know the versions of tensors
-    that hooks keep. On DTensors: tests/distributed/test_compiled_spawned.py."""
+    """The functions of ours that torch calls there are not compiled, because dynamo does not
+    support the versions of tensors that hooks keep. On DTensors:
+    tests/distributed/test_compiled_spawned.py."""
     weight, x = torch.eye(4).requires_grad_(), torch.randn(1, 2, 8, 4)
 
     def step():
@@ -238,8 +240,8 @@ def test_backward_inside_a_compiled_function(mesh):
 
 
 def test_settings_inside_a_compiled_function(mesh):
-    """A graph break each, and nothing of what turns it on and off is compiled, which took seconds
-    and was done anew at every step. Dynamo looks at generators, and compiles none."""
+    """Each causes a graph break. The code that turns settings on and off is not compiled: that took
+    seconds, and was repeated at every step. Dynamo inspects generators, and compiles none."""
     x = torch.randn(1, 2, 8, 4)
 
     def block():
@@ -264,7 +266,7 @@ def test_settings_inside_a_compiled_function(mesh):
 
 
 def test_numbers_of_styles_tell_equal_words_apart():
-    """Meshes [0, 1] and [0, 2] are the same in words."""
+    """The text for meshes [0, 1] and [0, 2] is the same."""
 
     class Mesh:
         def __repr__(self):

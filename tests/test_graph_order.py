@@ -1,4 +1,5 @@
-"""What :mod:`cp_dispatch.graph_order` can tell without a graph; graphs are in the spawned tests."""
+"""What :mod:`cp_dispatch.graph_order` can determine without a graph. The spawned tests have
+graphs."""
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ SHARD = Shard(0)
     ],
 )
 def test_leaves_a_rank_without(length, ranks, placements, want):
-    """Asks a DTensor for its shape, its mesh's and its placements alone."""
+    """It uses only a DTensor's shape, its mesh's shape and its placements."""
 
     class Like:
         shape = (length, 8)

@@ -75,7 +75,7 @@ def test_a_group_is_made_once_and_by_its_ranks_alone():
 
 
 def test_the_ring_order_is_the_order_of_the_shards():
-    """The first mesh dim is the slowest, as it is for a tensor sharded over both."""
+    """The first mesh dim varies slowest, as for a tensor sharded over both."""
     for rank in range(4):
         with fake_ranks(2, 2, names=("a", "b"), rank=rank) as mesh:
             group = resolve_group(ring_group_name(mesh, (0, 1)))
@@ -85,7 +85,7 @@ def test_the_ring_order_is_the_order_of_the_shards():
 
 
 def names_of(rank: int, attends: bool) -> tuple[str, str]:
-    """Of the ring's group, and of one that all ranks make later."""
+    """The names of the ring's group, and of a group that all ranks create later."""
     with fake_ranks(2, 2, names=("a", "b"), rank=rank) as mesh:
         dist.new_group([0, 2])
         ring = ring_group_name(mesh, (0, 1)) if attends else ""
@@ -95,13 +95,14 @@ def names_of(rank: int, attends: bool) -> tuple[str, str]:
 
 
 def test_ranks_give_a_group_one_name_whatever_else_they_are_in():
-    """Torch's name counts the groups that a rank is in, and the ranks of one waited for each other
-    under two names."""
+    """Torch's name counts the groups that a rank is in, so the ranks of one group waited for each
+    other under two names."""
     assert names_of(0, True)[0] == names_of(3, True)[0]
 
 
 def test_groups_made_later_are_called_alike_where_nobody_attends():
-    """On torch 2.14 a group of some ranks counted on those alone: later ones had two names."""
+    """On torch 2.14 a group of some ranks was counted only on those, so later groups had two
+    names."""
     assert names_of(0, True)[1] == names_of(0, False)[1]
 
 

@@ -1,7 +1,7 @@
 """An unmodified Hugging Face Llama on sequence-sharded inputs: logits and every gradient.
 
-Both runs start from one seed in float32 and are measured against the same model in float64. A
-gradient may be 1.3 times as far from it as one process's.
+Both runs start from one seed in float32 and are compared with the same model in float64. The error
+of a gradient may be 1.3 times that of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.distributed.spawn import TORCH_2_13, Env, run_cases
 
 pytest.importorskip("transformers")
 
-BATCH, LENGTH, VOCABULARY = 2 if TORCH_2_13 else 1, 256, 97  # torch 2.11 has no nn.Linear for more
+BATCH, LENGTH, VOCABULARY = 2 if TORCH_2_13 else 1, 256, 97  # the most that torch 2.11 supports
 
 
 def model(seed: int = 0):
@@ -49,11 +49,12 @@ def batch():
 
 
 def step(llama, tokens, labels, positions) -> dict[str, torch.Tensor]:
-    """Logits, loss and the gradient of every parameter; a rank's loss is over its own rows."""
+    """Logits, loss and the gradient of every parameter. A rank's loss is over its own rows."""
     logits = llama(input_ids=tokens, position_ids=positions).logits
     if isinstance(logits, DTensor):
         assert logits.placements == (Shard(1),), "the sequence stays sharded to the end"
-        # Labels were cut like the tokens: each rank takes the loss of its own rows, unsummed.
+        # Labels were cut like the tokens: each rank computes the loss of its own rows, without a
+        # sum over ranks.
         own = F.cross_entropy(
             logits.to_local().flatten(0, 1), labels.to_local().flatten(), reduction="sum"
         )

@@ -1,4 +1,4 @@
-"""Which configs of transformers say that a model goes by what its shard holds."""
+"""Which configs of transformers show that a model depends on the positions that its shard holds."""
 
 from types import SimpleNamespace as Some
 
@@ -19,7 +19,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
     (LONG, [30, 20], None),
     (LONG | {"long_factor": [1.0]}, [24, 48], None),
     (LONG | {"long_factor": [1.0], "short_mscale": 1.0, "long_mscale": 1.2}, [24, 48], 30),
-    (DYNAMIC, [48, 36], 16),  # of each length its own
+    (DYNAMIC, [48, 36], 16),  # different frequencies for each length
     (DYNAMIC, [16, 8], None),
     (DYNAMIC, [48, 48], None),
     ({"full_attention": {"rope_type": "default"}, "sliding_attention": LONG}, [24, 48], 30),

@@ -1,4 +1,4 @@
-"""Which windows attention modules of transformers say they have."""
+"""Which windows the attention modules of transformers report."""
 
 from types import SimpleNamespace as Some
 
@@ -15,7 +15,7 @@ KINDS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chun
     (Some(config=Some(sliding_window=8)), 8),  # Mixtral
     (Some(config=Some(sliding_window=8, **KINDS), sliding_window=None), None),
     (Some(sliding_window=8), 8),
-    # Llama 4: the chunk was left out, in silence, where shards are shorter.
+    # Llama 4: the chunk was silently omitted if shards were shorter.
     (Some(config=Some(**KINDS), layer_idx=0), 8),
     (Some(config=Some(**KINDS), layer_idx=1), None),
     (Some(config=Some(**KINDS)), None),
@@ -30,7 +30,7 @@ def test_windows_of_modules(module, window):
 
 
 def test_a_layer_with_attention_that_stays_local():
-    """Its attention is refused, of which the layer says nothing."""
+    """The attention inside it is refused, although the layer itself does not report it."""
     layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
     ranks = Some(size=lambda: 2)
     check_implementation(layer, ranks)

@@ -1,4 +1,5 @@
-"""Positions that transformers counts from 0: where they are found, and where they are true."""
+"""Positions that transformers counts from 0: where they are found, and where they are the true
+ones."""
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ exec(
     (torch.arange(4).repeat(2, 1), True),
     (torch.stack([torch.arange(4), torch.arange(4, 8)]), False),
     (torch.arange(4, 8)[None], False),
-    (torch.arange(5)[None], False),  # of other rows than the mask's
-    # Of several axes, as for pictures: Qwen2-VL's text model made these itself, of a shard.
+    (torch.arange(5)[None], False),  # for other rows than the mask's
+    # With several axes, as for images: Qwen2-VL's text model made these itself, for a shard.
     (torch.arange(4).expand(3, 1, 4), True),
     (torch.tensor([[[0, 1, 1, 1]], [[0, 1, 1, 2]], [[0, 1, 2, 1]]]), False),
     (torch.arange(4, 8).expand(3, 1, 4), False),
@@ -33,7 +34,7 @@ def test_positions_are_found(positions, counted):
 
 
 def of_a_model(source: str):
-    """``forward`` of a module of transformers.models, whose masks are made without positions."""
+    """``forward`` of a module of transformers.models that makes its masks without positions."""
     masks = {"__name__": "transformers.masking_utils"}
     masks["asked"] = lambda rows: (bool(count_from_zero(rows)), taken_by_the_model())
     exec("def create_mask(rows): return asked(rows)", masks)
@@ -47,7 +48,7 @@ def of_a_model(source: str):
     (None, True), (torch.arange(4)[None], True), (torch.arange(4, 8)[None], False),
 ])  # fmt: skip
 def test_positions_are_found_in_the_model(given, counted):
-    """BERT keeps them from the function that makes the mask."""
+    """BERT does not pass them to the function that makes the mask."""
     forward = of_a_model(
         "def masks(rows): return create_mask(rows)\n"
         "def forward(rows, position_ids=None): return masks(rows)\n"
@@ -57,7 +58,7 @@ def test_positions_are_found_in_the_model(given, counted):
 
 @pytest.mark.parametrize("given, counted", [(None, True), (torch.arange(4, 8)[None], False)])
 def test_positions_that_a_model_made_were_not_given(given, counted):
-    """OPT counts what is no padding, so that its own need not be 0 to the end."""
+    """OPT counts only what is not padding, so its own positions need not run from 0 to the end."""
     forward = of_a_model(
         "def decoder(rows, position_ids): return create_mask(rows)\n"
         "def forward(rows, made, position_ids=None): return decoder(rows, made)\n"
@@ -70,7 +71,8 @@ def test_a_model_that_takes_no_positions():
 
 
 def test_positions_that_a_model_counts_are_not_taken():
-    """BART's decoder, alone: its one-dimensional ones were no answer, and wrong in silence."""
+    """BART's decoder alone: the one-dimensional positions that it made were not recognized as such,
+    and the results were silently wrong."""
     forward = of_a_model(
         "def forward(rows):\n    position_ids = range(rows)\n    return create_mask(rows)\n"
     )

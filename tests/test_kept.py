@@ -1,4 +1,4 @@
-"""What is worked out of tensors, for as long as somebody needs it."""
+"""Values that are computed from tensors, cached as long as they are needed."""
 
 import weakref
 from unittest import mock
@@ -11,12 +11,12 @@ from cp_dispatch.by_need.kept import _MAX_KEPT, Kept, KeptByAll
 
 
 class Found:
-    """What was worked out."""
+    """A computed value."""
 
 
 @pytest.mark.parametrize("capturing", [False, True])
 def test_what_a_cuda_graph_reads_outlives_others(monkeypatch, capturing):
-    """A graph goes on reading indices and cut masks wherever it is replayed."""
+    """A graph reads indices and cut masks whenever it is replayed."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(kept, "is_capturing", lambda: capturing)
     known = Kept()
@@ -37,7 +37,7 @@ def test_nothing_is_asked_of_cuda_where_it_is_not(monkeypatch):
 
 
 def test_what_ranks_told_each_other_stays_while_the_mask_does():
-    """A rank that asked once more would wait for those that know."""
+    """A rank that asked again would wait for the ranks that know the answer."""
     told, masks = KeptByAll(), [(torch.ones(2), None, torch.ones(3)) for _ in range(3 * _MAX_KEPT)]
     found = [told.get(mask, "key", Found) for mask in masks]
     assert all(told.get(mask, "key", Found) is x for mask, x in zip(masks, found, strict=True))
@@ -83,7 +83,8 @@ def test_nobody_counts_what_replays_write(monkeypatch, known):
 
 @pytest.mark.parametrize("kind", [Kept, KeptByAll])
 def test_a_tensor_that_was_given_other_memory_is_another(kind):
-    """``.data`` is put in place without a new version: elsewhere in the same storage, too."""
+    """Assigning ``.data`` does not change the version. It may also point elsewhere in the same
+    storage."""
     known, buffer = kind(), torch.ones(8)
     mask = buffer[:4]
     first = known.get((mask,), "key", Found)

@@ -1,4 +1,4 @@
-"""Who knows whom: which modules may import which, and what may stand where."""
+"""Dependencies: which modules may import which, and which constructs are allowed where."""
 
 import ast
 import pathlib
@@ -12,7 +12,7 @@ from cp_dispatch.report import GATHERS, RINGS
 from cp_dispatch.schedules import SCHEDULES
 
 PACKAGE = pathlib.Path(cp_dispatch.__file__).parent
-#: shard() of a block mask, which nothing below a plan calls.
+#: shard() of a block mask, which no module below a plan calls.
 UPWARD = {("layouts.buffers", "flex.create")}
 TREES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
@@ -28,7 +28,7 @@ def test_the_map_names_every_module_and_folder():
 
 
 def imports(module: str) -> Iterator[tuple[str, str]]:
-    """Modules that one imports, and names from them, wherever in it that stands."""
+    """The modules that one module imports, and names from them, wherever the import is."""
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -37,8 +37,8 @@ def imports(module: str) -> Iterator[tuple[str, str]]:
 
 
 def imported(module: str) -> set[str]:
-    """Modules of the package that one imports; of a package whose names it imports, all that
-    the package does."""
+    """The package's modules that one module imports. If it imports names of the package itself, all
+    that the package imports."""
     found = set()
     for source, name in imports(module):
         if source.split(".")[0] != "cp_dispatch":
@@ -50,7 +50,7 @@ def imported(module: str) -> set[str]:
 
 
 def known_to(*modules: str) -> set[str]:
-    """Modules that these ones import, and what those import, and so on."""
+    """The modules that these import, and those that they import in turn, and so on."""
     found, new = set(), set(modules)
     while new:
         found |= new
@@ -86,14 +86,15 @@ def test_a_schedule_names_no_backend():
 
 
 def test_what_chooses_a_kernel_knows_it_by_its_properties():
-    """Else one more would have to be named there; "math", which can do all, is what is left."""
+    """Otherwise a new kernel would have to be named there. "math", which supports everything, is
+    the fallback."""
     for module in ("choose", "why_not", "settle", "planner", "costs.calibrate"):
         texts = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant)}
         assert not texts & set(BACKENDS) - ({"math"} if module == "choose" else set()), module
 
 
 def test_a_schedule_tells_its_costs():
-    """Else :mod:`cp_dispatch.report` would tell those of a ring."""
+    """Otherwise :mod:`cp_dispatch.report` would report those of a ring."""
     known = {*RINGS, *GATHERS, "replicated_keys", "replicated_queries"}
     told = {name: x for name, x in SCHEDULES.items() if name not in known and ":" not in name}
     assert {"one_call", "ulysses"} <= set(told)
@@ -102,7 +103,7 @@ def test_a_schedule_tells_its_costs():
 
 
 def test_a_backend_does_not_communicate():
-    # Of what _compat gathers of torch, a backend takes nothing of torch.distributed.
+    # _compat imports torch.distributed, but a backend uses nothing of it.
     modules = known_to(*within("backends")) - set(within("_compat"))
     assert not modules & {"groups", *within("schedules")}
     for module in modules:
@@ -111,15 +112,15 @@ def test_a_backend_does_not_communicate():
 
 
 def test_nothing_below_the_plan_reads_options():
-    """What ops do is in their arguments: a backward may run when options are others by then."""
+    """What ops do depends on their arguments: a backward may run when the options have changed."""
     ops = [name for name in TREES if name.split(".")[-1] in ("ops", "group_ops")]
     assert len(ops) == 4
     assert not known_to(*ops, *within("schedules")) & {"options", "toggle", "decide", "settle"}
 
 
 def test_autograd_and_fakes_live_in_ops():
-    """Beside modules of ops: helper ops that are written in place stand beside their twins, the
-    fast path stands for an op's autograd, and moving whole tensors is differentiable."""
+    """The exceptions: helper ops that write in place are next to their twins, the fast path
+    replaces an op's autograd, and moving whole tensors is differentiable."""
     beside = {"merge", "parts", "rows", "fast_path", "layouts.buffers"}
     found = {
         module

@@ -1,4 +1,4 @@
-"""``cp_dispatch.decide`` tells each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
+"""``cp_dispatch.decide`` logs each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
 
 import logging
 import os

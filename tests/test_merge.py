@@ -26,7 +26,7 @@ def wide(dtype):
 
 
 def partial(dtype=torch.float32, shape=SHAPE):
-    """An output and a logsumexp as a kernel might give them."""
+    """An output and a logsumexp as a kernel might return them."""
     out = torch.randn(shape).to(dtype)
     return out, 2 * torch.randn(shape[:3], dtype=wide(dtype))
 
@@ -36,7 +36,7 @@ MERGES = {"twin": merge_eager, "dispatched": merge_partials}
 
 @pytest.fixture(params=MERGES)
 def merge(request):
-    """The specification, and what runs here: the extension's kernel where it is loaded."""
+    """The specification, and what runs on this machine: the extension's kernel if it is loaded."""
     return MERGES[request.param]
 
 
@@ -52,7 +52,7 @@ def merged(merge):
 
 
 def assert_as_good(got, exact, one_device):
-    """As near to what is exact as one device, or as the exact answer rounded to the dtype."""
+    """As close to the exact result as one device, or as the exact result rounded to the dtype."""
     error, *allowed = ((x.double() - exact).norm() for x in (got, one_device, exact.to(got.dtype)))
     assert error <= FACTOR * max(allowed)
 
@@ -175,7 +175,7 @@ def test_in_place(merged, merge, dtype, side):
 
 
 def layouts(out, lse):
-    """The same numbers in other memory: token-major, strided head dim, strided rows."""
+    """The same numbers in different memory layouts: token-major, strided head dim, strided rows."""
     yield out.transpose(1, 2).contiguous().transpose(1, 2), lse.transpose(1, 2).contiguous().mT
     yield out.repeat_interleave(2, -1)[..., ::2], lse.repeat_interleave(2, -1)[..., ::2]
     yield out.repeat_interleave(3, 2)[:, :, ::3], lse.repeat_interleave(3, 2)[:, :, ::3]
@@ -205,7 +205,7 @@ def test_kernel_equals_twin(dtypes, shape):
         for merge in MERGES.values():
             out, lse = torch.empty(shape, dtype=dtype), torch.empty(shape[:3], dtype=lse_dtype)
             merge(outs[0], lses[0], outs[1], lses[1], out, lse)
-            # Sums in float32 are no better for lying in float64.
+            # Sums in float32 are no more exact when stored as float64.
             results.append((out.to(lse_dtype) if dtype is torch.float64 else out, lse))
         torch.testing.assert_close(*results, equal_nan=True)  # torch's default tolerances
 
@@ -239,7 +239,8 @@ def test_gradients_of_sides_without_keys_are_zero(dtype):
 
 
 def test_triton_writes_once_all_warps_have_read():
-    """A merge in place: warps read each other's logsumexps, without the extension's kernel."""
+    """A merge in place, in which warps read each other's logsumexps, without the extension's
+    kernel."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile

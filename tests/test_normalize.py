@@ -12,7 +12,7 @@ from cp_dispatch.normalize import autocast, four_dims, like_query, without_causa
 from tests.ranks import fake_ranks, one_rank, outline
 
 ROWS, KEYS, DIM = 5, 7, 8
-# Everything before the last two dims of query, and what that is in four dims.
+# Everything before the last two dims of query, and the equivalent in four dims.
 LEADING = {
     (): (1, 1),
     (3,): (3, 1),
@@ -20,7 +20,7 @@ LEADING = {
     (2, 3, 4): (6, 4),
     (2, 1, 3, 4): (6, 4),
 }
-# Query's leading dims, a mask's leading dims, and those in four dims.
+# Query's leading dims, a mask's leading dims, and the mask's equivalent in four dims.
 MASKS = [
     ((), (), (1, 1)),
     ((3,), (), (1, 1)),
@@ -42,7 +42,8 @@ MASKS = [
     ((2, 1, 3, 4), (1, 1, 1, 4), (1, 4)),
     ((2, 1, 3, 4), (2, 1, 3, 1), (6, 1)),
 ]
-# Masks that are broadcast over some batch dims and not over others: in four dims no views.
+# Masks that are broadcast over some batch dims and not over others: in four dims these are not
+# views.
 COPIED = [
     ((2, 3, 4), (3, 4), (6, 4)),
     ((2, 3, 4), (1, 3, 4), (6, 4)),
@@ -153,7 +154,8 @@ def test_a_mask_that_is_no_tensor_is_refused_in_any_rank():
 
 
 def test_what_torch_lets_through_to_explain_alone():
-    """No tensors, and shards that hold no data, of a model that is planned before it is made."""
+    """Arguments that are not tensors; and shards without data, of a model that is planned before it
+    is created."""
     with fake_ranks(4) as mesh, enabled():
         query = outline(mesh, (2, 4, 64, 16))
         assert "key is a NoneType but other arguments" in str(explain(query, None, query))
@@ -172,7 +174,7 @@ def test_a_batch_dim_that_does_not_survive_is_refused_in_every_mode(mode):
 
 @pytest.mark.parametrize("placed", [Shard(1), Shard(3)])
 def test_reasons_know_what_was_given(placed):
-    """Not what torch 2.13 flattens it to, _StridedShard, nor another sequence's dim."""
+    """Not _StridedShard, to which torch 2.13 flattens it, nor a different dim as the sequence."""
     with fake_ranks(2) as mesh, enabled():
         odd = outline(mesh, (4, 4, 2, 64, 16), (Shard(1),))
         plan = explain(odd, *[outline(mesh, (4, 4, 2, 64, 16), (placed,))] * 2)
@@ -215,7 +217,7 @@ def test_no_memory_for_a_copy_is_no_shape_that_does_not_fit(monkeypatch):
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
 def test_causal_biases_of_one_length_are_plain_causal_calls(bias):
-    """Which need no mask, and take kernels and schedules that a mask does not."""
+    """They need no mask, and can use kernels and schedules that do not support masks."""
     plain = without_causal_bias(call_like(call((2, 4)), bias(ROWS, ROWS)))
     assert plain.attn_mask is None and plain.is_causal
 
@@ -267,7 +269,8 @@ def test_different_ranks_are_refused_for_their_shapes(mesh):
     "leading, mask_leading, _", [(x, None, None) for x in LEADING] + MASKS + COPIED
 )
 def test_dtensors_of_any_rank(mesh, leading, mask_leading, _, grad):
-    """The user's line of code, in and out in the query's rank and placement."""
+    """The line of code that a user writes, with the query's number of dims and placement in and
+    out."""
     mask = None if mask_leading is None else torch.randn(*mask_leading, ROWS, KEYS).double()
     given = call(leading, mask)
     plain = [x.requires_grad_(grad) for x in given.tensors.values()]

@@ -20,7 +20,7 @@ OPCHECKS = (
     "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic",
 )  # fmt: skip
 
-# query, key and value as models hand them over; "transposed" is (B, S, H, D) memory.
+# query, key and value as models pass them; "transposed" is (B, S, H, D) memory.
 SHAPES = {
     "plain": ((2, 4, 12, 8), (2, 4, 12, 8), (2, 4, 12, 8)),
     "gqa": ((2, 6, 5, 16), (2, 2, 9, 16), (2, 2, 9, 16)),
@@ -32,12 +32,12 @@ VALUE_DIM = ((2, 4, 6, 8), (2, 2, 5, 8), (2, 2, 5, 20))
 
 
 def options(query, key, causal=False, scale=None):
-    """What follows the tensors: one rank holds the whole sequence."""
+    """The arguments after the tensors: one rank holds the whole sequence."""
     return None, None, 0.0, [], causal, scale, query.size(2), key.size(2), "ring", [], "", "", ""
 
 
 def test_a_job_is_kept_for_calls_of_its_own_kind():
-    """What is left out of the key of a kept job would be an earlier call's, in silence."""
+    """An argument that is missing from a cached job's key would silently be an earlier call's."""
     query = torch.zeros(1, 2, 8, 4)
 
     def job(backend="math", query=query, **other):
@@ -133,7 +133,8 @@ def test_gradcheck(shapes, causal):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fakes_describe_what_every_backend_returns(backend, shape, transposed):
-    """Output and gradients are token-major, logsumexp contiguous and wide, on any build."""
+    """Output and gradients are token-major, and the logsumexp is contiguous and in a wide dtype, in
+    any build."""
     device = BACKENDS[backend].devices[0]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with FakeTensorMode():
@@ -171,7 +172,7 @@ def test_results_are_laid_out_as_the_fakes_say(backend, shape, transposed, key_g
         fakes = run()
     for index, (real, fake) in enumerate(zip(run(), fakes, strict=True)):
         assert real.shape == fake.shape and real.dtype is fake.dtype
-        if index == 1:  # logsumexp, where the stride of a dim of one row is nobody's business
+        if index == 1:  # logsumexp; the stride of a dim of size 1 does not matter
             assert real.is_contiguous() and fake.is_contiguous()
         else:
             assert real.stride() == fake.stride()
@@ -255,7 +256,7 @@ def test_flops_are_those_that_torch_counts(backend, key_length):
 
 
 class Padded(Math):
-    """A kernel that takes head dims of whole eights only, as flash does."""
+    """A kernel that supports only head dims that are multiples of 8, as flash does."""
 
     name, head_dim_multiple = "padded_for_test", 8
 
@@ -274,7 +275,7 @@ class Padded(Math):
 
 @pytest.fixture(scope="module")
 def padded_op():
-    """The name of a made-up backend whose ops are defined like any other's."""
+    """The name of an artificial backend whose ops are defined like those of any other."""
     if not hasattr(torch.ops.cp_dispatch, f"ring_{Padded.name}_attention"):
         ops._define(Padded())
     return Padded.name
@@ -291,7 +292,7 @@ def padded_op():
     ],
 )
 def test_a_padded_head_dim_changes_neither_results_nor_shapes(padded_op, problem):
-    """The scale is that of the head dim given, and padding leaves no trace in any result."""
+    """The scale is that of the original head dim, and padding does not show in any result."""
     tensors = query, key, value, grad_output = problem.tensors()
     arguments = options(query, key, problem.causal, problem.scale)
 

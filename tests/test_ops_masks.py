@@ -13,7 +13,7 @@ from tests.test_ops import CPU, OPCHECKS, inputs
 
 CASE = Case(scores=(2, 4, 6, 9), key_heads=2, dim=8, value_dim=8)
 SHAPES = ((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, 8))
-ORIGIN = [3, 2, 8]  # as of the middle of a larger batch and of more heads
+ORIGIN = [3, 2, 8]  # as if in the middle of a larger batch with more heads
 
 
 def options(mask=None, seed=None, p=0.0, causal=False, scale=CASE.scale):
@@ -82,7 +82,7 @@ def test_opcheck_backward(backend, name, key_grad):
 @pytest.mark.parametrize("p", [0.0, 0.4])
 @pytest.mark.parametrize("broadcast", BROADCASTS)
 def test_gradcheck_with_a_bias(broadcast, p):
-    """Finite differences, of the bias too; -inf has none."""
+    """Finite differences, also for the bias, except where it is -inf."""
     shapes = ((1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 3))
     tensors = inputs(shapes, requires_grad=True, dtype=torch.float64)
     case = Case(scores=(1, 2, 3, 4), dtype=torch.float64)
@@ -101,7 +101,7 @@ def test_gradcheck_with_a_bias(broadcast, p):
 @pytest.mark.parametrize("p", [0.25, 0.9, 1.0])
 @pytest.mark.parametrize("mask", [None, "bool", "bias"])
 def test_dropout_is_that_of_the_formula(mask, p):
-    """Probabilities times factors, forward and backward, where a call starts in the middle."""
+    """Probabilities times factors, forward and backward, also if a call starts in the middle."""
     case = Case(CASE.scores, 2, 8, 8, torch.float64, CASE.scale)
     tensors = case.tensors()
     seed = torch.tensor(2**61 + 5)
@@ -149,7 +149,7 @@ def test_the_fake_gradient_of_a_mask_has_its_shape_and_dtype(backend, broadcast,
         mask = torch.empty(like.shape, dtype=like.dtype, device=device)
         args = backward_args(backend, tensors, options(mask), mask_grad=kind == "bias")
         *_, grad_mask = ops.backward_op(backend)(*args)
-    # Ranks have yet to sum it, so a 16-bit bias has a float32 gradient here.
+    # It still has to be summed over ranks, so a 16-bit bias has a float32 gradient here.
     assert grad_mask.shape == mask.shape
     assert grad_mask.dtype is (torch.float32 if kind == "bias" else mask.dtype)
     assert grad_mask.device == mask.device

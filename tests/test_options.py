@@ -1,4 +1,4 @@
-"""Whose options hold in which thread."""
+"""Which options apply in which thread."""
 
 import contextlib
 import threading
@@ -20,13 +20,13 @@ def current():
 
 @pytest.fixture
 def off():
-    """The process-wide switch is off again afterwards, whatever a test did to it."""
+    """Turn the process-wide switch off afterwards, whatever a test did to it."""
     yield
     disable()
 
 
 def run_in_thread(function):
-    """What ``function`` returns in a thread of its own; its exception is raised here."""
+    """What ``function`` returns in a new thread. Its exception is raised here."""
     box = []
 
     def target():
@@ -94,7 +94,7 @@ def test_every_thread_has_its_own_scope_and_leaves_alone():
         thread.start()
     for _ in range(3):
         steps.wait()
-    # Thread a is still inside; this thread has no scope and inherits that one.
+    # Thread a is still inside. This thread has no scope, so it inherits that one.
     assert current() == RING
     assert toggle._installed
     steps.wait()
@@ -103,11 +103,11 @@ def test_every_thread_has_its_own_scope_and_leaves_alone():
     assert seen == {
         ("a", "both"): RING,
         ("b", "both"): AUTO,
-        ("b", "left"): RING,  # no scope of its own any more
+        ("b", "left"): RING,  # no longer has its own scope
         ("a", "after"): RING,
         ("b", "after"): RING,
         ("a", "end"): None,
-        ("b", "end"): seen["b", "end"],  # depends on who comes first
+        ("b", "end"): seen["b", "end"],  # depends on which thread comes first
     }
     assert not is_enabled() and not toggle._installed
 
@@ -140,7 +140,8 @@ def test_many_threads_toggling_leave_nothing_behind():
 
 
 def test_what_a_scope_said_goes_with_it():
-    """Else a thread would hold the mesh of its last context_parallel block, and its groups."""
+    """Otherwise a thread would keep alive the mesh of its last context_parallel block, and its
+    groups."""
 
     class Said:
         pass

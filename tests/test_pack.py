@@ -1,4 +1,4 @@
-"""Packing rows into one buffer, and indices: the extension's kernels and their twins alike."""
+"""Packing rows into one buffer, and indices: the extension's kernels agree with their twins."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_pack_is_differentiable_without_out():
 
 @st.composite
 def packs(draw):
-    """Tensors with one sequence length, a place for each row, and the size it goes into."""
+    """Tensors with one sequence length, a place for each row, and the size of the target."""
     length, batch = draw(st.integers(0, 9)), draw(st.integers(1, 3))
     shapes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=6))
     size = length + draw(st.integers(0, 4))
@@ -91,12 +91,12 @@ def packs(draw):
 def test_pack_and_unpack_round_trip(problem):
     tensors, places, size = problem
     index = places if len(places) > 1 else places[0]
-    # Rows go where `places` says; packing by the same index brings them back.
+    # Rows go where `places` says. Packing by the same index returns them.
     buffer = pack_sequence(tensors)
     targets = [x.new_zeros(*x.shape[:2], size, x.size(3)) for x in tensors]
     unpack_sequence(buffer, targets, index)
     assert torch.equal(pack_sequence(targets, index), buffer)
-    # What is nowhere a source stays as it was, and the inverse index says so too.
+    # Rows that are no source's target stay as they were, and the inverse index says so too.
     inverse = rows.invert_index(index, size)
     for x, target in zip(permute_sequence(tensors, inverse, 2), targets, strict=True):
         assert torch.equal(x, target)
@@ -159,7 +159,7 @@ def test_what_is_no_permutation_raises(bad):
 
 
 def test_pair_packs_as_before():
-    """With one launch where there are launches, else with two copies."""
+    """With one launch if there are launches, otherwise with two copies."""
     from cp_dispatch.schedules.pair import Pair
 
     key, value = torch.randn(2, 3, 5, 4), torch.randn(2, 5, 3, 6).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Sums of parts: against float64, any strides, and the op's contract."""
+"""Sums of parts: against float64, with any strides, and the op's contract."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_rounded_once(count, dtype):
     out = token_major(*SHAPE, like=parts[0])
     sum_parts(parts, out)
     exact = sum(part.double() for part in parts)
-    # Half a unit of the result's last place, and what float32 adds up on the way.
+    # Half a unit in the last place of the result, plus the error that float32 accumulates.
     slack = 0.5 * torch.finfo(dtype).eps * exact.abs()
     wide = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32)
     slack += count * wide.eps * sum(part.double().abs() for part in parts)
@@ -57,7 +57,7 @@ def places_of(generator, length, count):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_parts(seed):
-    """Parts that cover some rows of two sums; rows that none covers are zero."""
+    """Parts that cover some rows of two sums. Rows that none covers are zero."""
     generator = torch.Generator().manual_seed(seed)
     length, count = 17, seed % 5
     places = tuple(places_of(generator, length, count))

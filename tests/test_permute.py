@@ -1,4 +1,4 @@
-"""Permuting and summing rows, and what is refused: the kernels and their twins alike."""
+"""Permuting and summing rows, and what is refused: the kernels agree with their twins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUMS = {"op": rows.sum_rows, "twin": rows.sum_rows_eager}
 
 
 def numbered(*shape, dtype=torch.float32):
-    """Different elements, as far as the dtype can tell them apart."""
+    """Elements that are all different, as far as the dtype allows."""
     numbers = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
     return (numbers % 2 == 1) if dtype is torch.bool else (numbers % 120).to(dtype)
 
@@ -74,7 +74,7 @@ def test_an_index_per_batch_row(copy, dim):
 
 
 def layouts(x):
-    """The same numbers in other memory."""
+    """The same numbers in different memory layouts."""
     yield x
     yield x.transpose(1, 2).contiguous().transpose(1, 2)
     yield x.mT.contiguous().mT
@@ -142,7 +142,7 @@ def test_nothing_to_move(shape):
 
 @pytest.mark.parametrize("bytes_of_row", [1, 100, 1 << 12, 1 << 18, (1 << 21) + 3])
 def test_large_rows_and_large_copies(bytes_of_row):
-    """Sizes at which the CPU kernel streams, or cuts a run for its threads."""
+    """Sizes at which the CPU kernel uses streaming stores, or splits a run among its threads."""
     count = max(3, (1 << 23) // bytes_of_row)
     x = torch.randint(0, 256, (count, bytes_of_row), dtype=torch.uint8)
     index = torch.randperm(count)

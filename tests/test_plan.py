@@ -1,4 +1,4 @@
-"""explain(): who handles what, bytes, and that it neither computes nor sends."""
+"""explain(): who handles which call, bytes, and that it neither computes nor sends anything."""
 
 from unittest import mock
 
@@ -45,7 +45,7 @@ def test_stock_torch_handles_what_is_not_ours(mesh):
         plain = explain(*(torch.ones(1, 2, 3, 4),) * 3)
         found = []
         for device, placed in (("cuda", Shard(0)), ("xpu", Shard(2))):
-            # A mesh of GPUs need not have any: only its name is looked at.
+            # A mesh of GPUs need not have any; only its name is used.
             spec = dtensor_spec(outline(mesh, (2, 8, 64, 16), (placed,)))
             gpus = DeviceMesh(device, torch.arange(4), _init_backend=False)
             spec = type(spec)(gpus, spec.placements, tensor_meta=spec.tensor_meta)
@@ -66,13 +66,13 @@ ROW = 2 * 2 * 32 * 4
     "length, key_length, causal, rows",
     [
         (64, 64, False, [48, 48, 48, 48]),
-        # kv3 never moves, and nothing crosses the end of the ring.
+        # kv3 never moves, and nothing goes from the last rank to the first.
         (64, 64, True, [16, 32, 48, 0]),
-        # Chunks of 3, 3, 3 and 1 keys; each rank passes on all but the next one's.
+        # Chunks of 3, 3, 3 and 1 keys. Each rank passes on all chunks except the next rank's.
         (64, 10, False, [7, 7, 9, 7]),
         # Chunks of 2, 2 and 1 positions: rank 3 owns nothing.
         (5, 5, True, [2, 4, 0, 0]),
-        # Keys past the last query stay at home.
+        # Keys past the last query are not sent.
         (4, 8, True, [2, 4, 4, 0]),
     ],
 )
@@ -86,7 +86,7 @@ def test_bytes_sent(mesh, length, key_length, causal, rows):
 
 
 def test_bytes_are_those_of_a_rank_on_a_2d_mesh():
-    """Batch and heads are sharded too; their shards are what travels, in half the bytes."""
+    """Batch and heads are sharded too. Only their shards are sent, in half the bytes."""
     with fake_ranks(2, 4, names=("dp", "cp")) as mesh, enabled():
         q, k, v = (
             outline(mesh, (2, heads, 64, 16), (Shard(0), Shard(2)), torch.bfloat16)
@@ -115,7 +115,7 @@ def test_a_rank_outside_the_mesh_gets_the_plan_too():
 
 
 def test_a_plan_is_never_older_than_the_flags_and_arguments(mesh):
-    """Plans are remembered; what they depend on must be part of the memory."""
+    """Plans are cached, so everything that they depend on must be in the cache's key."""
     arguments = {"is_causal": True, "enable_gqa": True}
     q, k, v = gqa(mesh)
     trained = q.detach().requires_grad_()
@@ -158,7 +158,8 @@ def test_a_plan_is_made_once(mesh, monkeypatch):
 
 @pytest.mark.parametrize("layout", [None, HeadTail(64, 4)], ids=["natural", "head-tail"])
 def test_the_choice_of_a_schedule_is_told_of_masks(mesh, monkeypatch, layout):
-    """Whether there is one or dropout, and whether ranks have rows of their own of it."""
+    """It is told whether there is a mask or dropout, and whether ranks have different rows of the
+    mask."""
     told = []
     monkeypatch.setattr(decide, "_plans", {})
     monkeypatch.setattr(decide, "choose", lambda plan, *args: told.append(args[2:4]) or plan)
@@ -202,7 +203,7 @@ def test_explain_neither_computes_nor_communicates(mesh):
             function()
         return {event.name for event in profile.events()}
 
-    # The profiler does see collectives and kernels, of DTensors and otherwise.
+    # The profiler does see collectives and kernels, of DTensors and others.
     assert any("c10d" in name for name in profiled(lambda: dist.all_reduce(torch.ones(1))))
     with enabled(), mock.patch.object(dist, "new_group", side_effect=AssertionError("new group")):
         for name, (tensors, options) in calls.items():

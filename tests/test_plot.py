@@ -1,4 +1,4 @@
-"""Pictures of layouts: what they show, from the command line too."""
+"""Plots of layouts: what they show, also from the command line."""
 
 import sys
 
@@ -44,7 +44,7 @@ def test_masks():
 @pytest.mark.parametrize("text", ["causal", "full", "sliding:5", "documents:9,3,12"])
 @pytest.mark.parametrize("kind", BALANCERS)
 def test_work_per_rank(text, kind):
-    """The bars are the visible scores of each rank's rows."""
+    """The bars are the numbers of visible scores in each rank's rows."""
     mask = parse_mask(text, 24)
     balancer = make_balancer(kind, mask, 3, block_size=4)
     owner = owner_of_rows(mask, balancer, 3)
@@ -70,7 +70,7 @@ def test_balancers():
 
 
 def test_picture_shows_owners(tmp_path):
-    """Rows have their owner's colour below the diagonal, a pale one above."""
+    """Rows have their owner's colour below the diagonal, and a pale one above."""
     path = tmp_path / "layout.png"
     mask = parse_mask("causal", 64)
     plot(mask, HeadTail(64, 2), 2, path)

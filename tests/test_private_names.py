@@ -1,4 +1,4 @@
-"""Only ``_compat`` names what torch marks as private."""
+"""Only ``_compat`` uses names that torch marks as private."""
 
 import ast
 import pathlib
@@ -8,7 +8,7 @@ from cp_dispatch import _compat
 
 
 def test_all_is_complete():
-    """What other modules import from _compat, and what it defines, is in ``__all__``."""
+    """``__all__`` contains what other modules import from _compat, and what it defines."""
     package = pathlib.Path(cp_dispatch.__file__).parent
     imported = {
         alias.name
@@ -21,7 +21,7 @@ def test_all_is_complete():
 
 
 def private_names(path: pathlib.Path):
-    """Names of torch with a leading underscore that a module imports or reaches for."""
+    """Names of torch with a leading underscore that a module imports or accesses."""
 
     def is_private(name: str) -> bool:
         return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
@@ -41,13 +41,13 @@ def private_names(path: pathlib.Path):
             yield from filter(is_private, names)
         elif isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            # torch.ops holds operators, whose names are no private symbols.
+            # torch.ops contains operators, whose names are not private symbols.
             if text.startswith("torch.") and not text.startswith("torch.ops.") and is_private(text):
                 yield text
 
 
 def test_nothing_else_reaches_into_objects_of_torch():
-    """Every private attribute in the package is one that the package gives to its own objects, or
+    """Every private attribute in the package is one that the package sets on its own objects, or
     one of Python's, or ``Tensor._version``."""
     package = pathlib.Path(cp_dispatch.__file__).parent
     trees = {p: ast.parse(p.read_text()) for p in package.rglob("*.py")}
@@ -72,5 +72,5 @@ def test_nothing_else_reaches_into_objects_of_torch():
 def test_nothing_else_uses_private_names_of_torch():
     package = pathlib.Path(cp_dispatch.__file__).parent
     found = {str(p.relative_to(package)): list(private_names(p)) for p in package.rglob("*.py")}
-    assert found.pop("_compat.py")  # the search does find them
+    assert found.pop("_compat.py")  # to show that the search finds them
     assert not {path: names for path, names in found.items() if names}

@@ -1,4 +1,4 @@
-"""Every reason to refuse a call, what it says to do, and that none is left out."""
+"""Every reason to refuse a call, what the message says to do, and that no reason is left out."""
 
 import ast
 import contextlib
@@ -16,10 +16,10 @@ from tests.refusal_cases import KEY, ONE_DIM, TWO_DIMS, R, arguments
 
 
 def assert_refused(call: dict, expected) -> None:
-    """All the reasons expected, in order, and no others, in the plan and in the error."""
+    """All the expected reasons, in order, and no others, in the plan and in the error."""
     with enabled():
         plan = explain(**call)
-        # Tensors of other devices do not come by the override.
+        # The override does not get tensors of other devices.
         if call["query"].device.type == "cpu":
             with pytest.raises(ContextParallelError) as raised:
                 F.scaled_dot_product_attention(**call)
@@ -53,8 +53,8 @@ def test_a_plain_bias_is_fine_where_no_gradient_is_wanted(mode):
 
 
 def test_layouts_over_two_mesh_dims():
-    """Shards of shards may be others than the layout's, and what is whole over one dim would be cut
-    in true order there."""
+    """Shards of shards may differ from the layout's, and a tensor that is whole over one dim would
+    be cut in true order there."""
     rows, part = (Shard(2), Shard(2)), (Shard(2), R)
     with fake_ranks(2, 2, names=("a", "b")) as mesh, enabled(layout=HeadTail(10, 4)):
         plan = explain(*[outline(mesh, (2, 2, 10, 16), rows)] * 3, is_causal=True)
@@ -74,7 +74,7 @@ def test_whole_keys_of_another_length_than_the_layout_have_an_order():
             key = outline(mesh, (2, 2, length, 16), (R,))
             mask = torch.ones(64, length, dtype=torch.bool)
             assert explain(query, key, key, mask).handler == handler
-        # The mask says the same of all keys: in whichever order they are.
+        # The mask is the same for all keys, so their order does not matter.
         assert explain(query, key, key, mask[:, :1]).handler == "cp_dispatch"
         assert explain(query, key, key, mask[:1]).handler == "refused"
 
@@ -138,7 +138,7 @@ def test_what_one_device_takes_is_taken(change):
     "case", ["mask and causal", "dropout above 1", "integers", "batch sizes", "enable_gqa"]
 )
 def test_unsharded_sequences_are_checked_too_on_cpu(case, placements):
-    """Stock DTensor has no rule there to fall back on."""
+    """On CPU, stock DTensor has no rule to fall back on."""
     build, expected = ONE_DIM[case]
     with fake_ranks(4) as mesh:
         call = build(mesh)
@@ -177,7 +177,7 @@ def test_a_mask_alone_may_be_the_dtensor():
 
 
 def lines_of_reasons() -> set[int]:
-    """Where refusal.py adds a reason."""
+    """The lines in which refusal.py adds a reason."""
     lines = set()
     for node in ast.walk(ast.parse(inspect.getsource(refusal))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -43,7 +43,7 @@ def test_collectives_of_a_ring(mesh, dtype):
         forward, backward = plan.transfers(rank)
         moves = [("all_to_all", "key, value", row * shard * dtype.itemsize)] * 3
         assert forward == moves
-        # Sums travel in float32, and home in the inputs' dtype.
+        # Sums are sent in float32, and returned to the owners in the inputs' dtype.
         sums = [row * shard * 4] * 3 + [row * shard * dtype.itemsize]
         assert backward == [*moves, *(("all_to_all", "dK, dV", size) for size in sums)]
         assert plan.bytes_sent(rank) == sum(size for *_, size in forward)
@@ -84,7 +84,7 @@ def test_groups_of_heads_move_one_after_the_other(mesh):
     assert one.schedule == "gather" and two.op_schedule == "gather:2"
     for whole, parts in zip(one.transfers(1), two.transfers(1), strict=True):
         assert parts == [x._replace(bytes=x.bytes // 2) for x in whole] * 2
-    # One group's, and results of all: output and logsumexp; dQ, dK and dV.
+    # The memory of one group, and the results of all: output and logsumexp; dQ, dK and dV.
     results = 2 * 8 * 16 * (16 * 2 + 4), (2 * 8 + 2 * 2 * 2) * 16 * 16 * 2
     assert two.extra_bytes() == tuple(
         size // 2 + whole for size, whole in zip(one.extra_bytes(), results, strict=True)
@@ -92,7 +92,7 @@ def test_groups_of_heads_move_one_after_the_other(mesh):
 
 
 def test_gradients_of_keys_that_ranks_share_go_back_to_the_mirror_in_float32():
-    """Of one key head for both ranks of a group, where they have yet to be added up."""
+    """If the ranks of a group share one key head, their gradients still have to be summed."""
     plan = settle(ring(heads=(8, 1)), "hybrid:2", "cuda")
     assert plan.op_schedule == "hybrid:2:mirrored_ring"
     rows = 2 * 8192 // 2 * 128
@@ -105,7 +105,7 @@ def test_one_rank_moves_nothing():
         plan = explain(*gqa(mesh), enable_gqa=True)
     assert plan.world_size == 1 and plan.transfers(0) == ([], [])
     forward, backward = plan.extra_bytes()
-    # The output and its logsumexp, as the kernel gives them and as the op does; then the kernel's
+    # The output and its logsumexp, as the kernel returns them and as the op does; then the kernel's
     # three gradients, those of the op, and float32 sums of two of them.
     assert forward == 2 * 2 * 8 * 64 * (16 + 1) * 4
     assert backward == (2 * 2 * 8 + 2 * 4 * 2 + 4 * 2) * 64 * 16 * 4
@@ -113,7 +113,8 @@ def test_one_rank_moves_nothing():
 
 @pytest.mark.parametrize("placements", [(S, S), (S, R), (R, S)])
 def test_extra_memory_is_that_of_the_shards(mesh, placements):
-    """A few shards, whatever the number of ranks; never less than what is returned."""
+    """The memory of a few shards, whatever the number of ranks, and never less than what is
+    returned."""
     sizes = []
     for length in (256, 512):
         with enabled():

@@ -1,4 +1,4 @@
-"""Plans in words: golden texts of every schedule, of refusals, and of errors."""
+"""Plans in words: the exact expected texts of every schedule, of refusals, and of errors."""
 
 import re
 
@@ -49,7 +49,7 @@ handled by cp_dispatch: ring over 4 ranks, cpu_flash kernel
 
 
 def costs(plan) -> str:
-    """The plan without the lines about the call and other kernels."""
+    """The plan without the lines about the call and the other kernels."""
     others = ("    query", "    key", "    value", "    dropout_p", "  not ")
     return "\n".join(x for x in str(plan).splitlines() if not x.startswith(others))
 
@@ -249,7 +249,7 @@ handled by unmodified torch
 
 
 def test_replicated_keys(mesh):
-    """Each rank has all keys; the backward sums what they get."""
+    """Each rank has all keys. The backward sums their gradients."""
     query, _, _ = gqa(mesh, length=4096)
     _, key, value = gqa(mesh, WHOLE, length=4096)
     with enabled():

@@ -1,4 +1,4 @@
-"""Which schedule a ring's call gets: by wish, by what fits, and by cost."""
+"""Which schedule runs a call: by what was requested, by what fits, and by cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ring(tokens=8192, ranks=4, causal=True, layout=None, key_length=None, heads=
 def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
     got = settle(plan, wish, device)
     assert got.schedule == schedule
-    # It says why the wish was not granted.
+    # It says why the requested schedule was not used.
     if schedule == "ring" and plan.world_size > 1:
         why_not = {"gather": "not gathered", "mirrored_ring": "balance", "natural_ring": ""}
         assert why_not[wish] in "; ".join(got.reasons)
@@ -64,7 +64,7 @@ def test_wishes_are_granted_where_they_fit(plan, wish, schedule, device):
 
 @pytest.mark.parametrize("lengths", [(32768, 16381), (3, 8), (8, 3)], ids=str)
 def test_uneven_shards_are_no_one_call(lengths):
-    """Every rank has as many keys, and some rows."""
+    """Every rank has the same number of keys, but not of rows."""
     length, key_length = lengths
     plan = ring(causal=False, query_length=length, key_length=key_length)
     got = settle(plan, "one_call", "cpu")
@@ -72,7 +72,7 @@ def test_uneven_shards_are_no_one_call(lengths):
 
 
 def test_rows_beyond_the_keys_are_no_one_call():
-    """Their prefixes would be longer than the keys."""
+    """The prefixes of such rows would be longer than the keys."""
     got = settle(ring(tokens=8, key_length=16), "one_call", "cpu")
     assert got.schedule == "ring" and "see only part of a run" in got.reasons[0]
 
@@ -87,7 +87,7 @@ def test_rows_beyond_the_keys_are_no_one_call():
     (ring(tokens=8191), "hybrid", 2, "mirrored_ring"),
     (ring(tokens=8191, query_length=32763), "hybrid", 2, "ring"),
     (ring(ranks=8), "hybrid", 4, "mirrored_ring"),
-    # Halves of groups of 4 would be alike, shards are not.
+    # Halves of groups of 4 would be alike, but the shards are not.
     (ring(ranks=8, query_length=65532, key_length=65532), "hybrid", 4, "ring"),
     (ring(ranks=8), "hybrid:2", 2, "mirrored_ring"),
     (ring(ranks=8), "hybrid:8", 8, ""),
@@ -125,11 +125,11 @@ def test_heads_are_shared_where_they_suffice(plan, wish, ranks, across):
     (ring(tokens=8192, causal=False), "gather"),
     (ring(tokens=131072, causal=False), "ring"),
     (ring(tokens=512, heads=(1, 1)), "one_call"),
-    # It saves the exchanges with the mirror rank too, which a layout does without.
+    # It also saves the exchanges with the mirror rank, which a layout does not need.
     (ring(tokens=2048), "one_call"),
     (ring(tokens=2048, layout=HeadTail(8192, 4)), "gather"),
     (ring(tokens=1024, layout=HeadTail(4096, 4)), "one_call"),
-    # Kernels that have no causal mask at the bottom right.
+    # Kernels without a bottom-right causal mask.
     (ring(tokens=512, heads=(1, 1), backend="cudnn"), "gather"),
     (ring(tokens=2048, ranks=2, backend="cudnn"), "gather"),
     (ring(tokens=2049, ranks=2, backend="cudnn"), "gather"),
@@ -145,7 +145,7 @@ def test_auto_on_cuda_gathers_while_the_keys_are_few_enough(plan, schedule):
 
 
 def test_auto_gathers_no_more_than_it_may():
-    """Many key heads, or many ranks, make the gathered keys large."""
+    """With many key heads, or many ranks, the gathered keys are large."""
     costs = COSTS["cuda"]
     for plan in (ring(heads=(32, 32), ranks=8), ring(tokens=4096, ranks=64)):
         gathered = 2 * plan.key_length * plan.shards[1][1] * 128 * 2
@@ -161,7 +161,7 @@ def test_a_ring_is_balanced_where_that_saves_more_than_it_costs():
         got = settle(plan, "ring", "cuda")
         assert got.schedule == ("mirrored_ring" if saved > spent else "ring")
         assert f"{saved * 1e3:.3g} ms" in got.reasons[0] and f"{spent * 1e3:.3g}" in got.reasons[0]
-    # Quadratic against linear.
+    # Quadratic versus linear.
     short, long = (estimates(ring(tokens=n), "cuda") for n in (2048, 4096))
     latency = 2 * COSTS["cuda"].latency
     assert long[0] == pytest.approx(4 * short[0])
@@ -170,7 +170,8 @@ def test_a_ring_is_balanced_where_that_saves_more_than_it_costs():
 
 @pytest.mark.parametrize("layout", [None, HeadTail(32768, 4)], ids=["natural", "head-tail"])
 def test_auto_gathers_neither_masks_nor_scores(layout):
-    """The math kernel holds a tile's scores, others its mask: W times as much in a gather."""
+    """The math kernel holds a tile's scores, and other kernels its mask. In a gather these are W
+    times as large."""
     plan = ring(layout=layout)
     assert "gather" in settle(plan, "auto", "cuda").schedule
     masked = dataclasses.replace(plan, is_causal=False)
@@ -179,5 +180,5 @@ def test_auto_gathers_neither_masks_nor_scores(layout):
     assert "ring" in settle(math, "auto", "cuda").schedule
     got = settle(masked, "one_call", "cuda", masked=True)
     assert got.schedule == "ring" and "has a mask or dropout" in got.reasons[0]
-    # Who asks for it gets it.
+    # It is still used if it is requested.
     assert settle(masked, "gather", "cuda", masked=True).schedule == "gather"

@@ -1,4 +1,4 @@
-"""DTensor rules of the ops: known answers, and what the ops then return."""
+"""DTensor rules of the ops: known answers, and the placements of the ops' results."""
 
 import gc
 
@@ -23,7 +23,8 @@ from tests.ranks import fake_ranks
 B, H, S, D = map(Shard, range(4))
 R, P = Replicate(), Partial()
 
-# On one mesh dim: query, key, value as given; query, key and value while the op runs; schedule.
+# On one mesh dim: placements of query, key and value as given; those while the op runs; the
+# schedule.
 TARGETS = [
     (S, S, S, S, S, "ring"),
     (S, R, R, S, R, "replicated_keys"),
@@ -33,7 +34,7 @@ TARGETS = [
     (P, P, P, R, R, None),
     (B, B, B, B, B, None),
     (H, H, H, H, H, None),
-    # What does not fit is redistributed, by the query's placement first.
+    # What does not fit is redistributed, preferring the query's placement.
     (B, R, R, B, B, None),
     (H, P, R, H, H, None),
     (B, S, S, B, B, None),
@@ -91,10 +92,10 @@ def test_a_mask_follows_the_query_where_it_is_not_broadcast(query, shape, wanted
 @pytest.mark.parametrize(
     "query, key, shape, wanted",
     [
-        # Each rank has rows of its own, or adds to rows that all of them share.
+        # Each rank has different rows, or adds to rows that all ranks share.
         (S, S, FULL, S), (S, S, ROWS, S), (S, S, PADDING, P), (S, S, ONE, P),
         (S, R, FULL, S), (S, R, PADDING, P),
-        # All rows everywhere: a rank knows the columns of its own keys, and zeros.
+        # Each rank has all rows. It knows the columns of its own keys, and the others are zeros.
         (R, S, FULL, P), (R, S, PADDING, P), (R, S, ONE, P),
         (B, B, FULL, B), (B, B, PADDING, B), (B, B, ROWS, P), (B, B, PER_HEAD, P),
         (H, H, FULL, H), (H, H, PER_HEAD, H), (H, H, PADDING, P), (H, H, ROWS, P),
@@ -110,11 +111,11 @@ def test_a_masks_gradient_is_a_sum_over_ranks_that_share_what_it_broadcasts(
 
 
 def sharded(mesh, shape, placements, dtype=torch.float32):
-    """A DTensor with a real shard, of rank 0; other ranks do not exist."""
+    """A DTensor with a real shard, that of rank 0. Other ranks do not exist."""
     local = list(shape)
     for dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            local[placement.dim] //= mesh.size(dim)  # all divide
+            local[placement.dim] //= mesh.size(dim)  # all sizes are divisible
     tensor = torch.ones(local, dtype=dtype)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
@@ -137,7 +138,8 @@ def sharded(mesh, shape, placements, dtype=torch.float32):
     ],
 )  # fmt: skip
 def test_ops_place_what_they_return(query, key, mask_shape, mask, grad_mask, schedule):
-    """Without a group, each rank is a ring of one: the values are wrong, the placements not."""
+    """Without a group, each rank is a ring of one. The values are wrong, but the placements are
+    right."""
     q_shape, k_shape = (2, 4, 8, 16), (2, 4, 12, 16)
     with fake_ranks(2, 2, names=("a", "b")) as mesh:
         tensors = [
@@ -163,13 +165,13 @@ def test_ops_place_what_they_return(query, key, mask_shape, mask, grad_mask, sch
 
 @pytest.mark.parametrize("whole_rows, placed, gradient", [
     (False, (S, R), (S, P)),
-    # By position: a rank's gradient is zero but for its own rows.
+    # By position: a rank's gradient is zero except for its own rows.
     (True, (R, R), (P, P)),
 ])  # fmt: skip
 def test_in_a_layout_a_mask_may_have_whole_rows(whole_rows, placed, gradient):
     assert mask_placements((S, B), ROWS, whole_rows) == placed
     assert mask_grad_placements((S, B), (S, B), ROWS, whole_rows) == gradient
-    # What is broadcast along the rows has none to choose.
+    # A mask that is broadcast along the rows has no rows to select.
     assert mask_placements((S, B), PADDING, whole_rows) == (R, B)
     assert mask_grad_placements((S, B), (S, B), PADDING, whole_rows) == (P, B)
 
@@ -181,7 +183,7 @@ def test_every_op_has_a_rule(name):
 
 
 def test_torch_remembers_a_call_once_for_all_layouts():
-    """It forgets nothing, and documents may lie otherwise at every step."""
+    """Torch's cache evicts nothing, and documents may have another layout at every step."""
 
     def remembered() -> int:
         gc.collect()

@@ -1,4 +1,4 @@
-"""enable(), disable(), enabled(): whose options hold where, and what they cover."""
+"""enable(), disable(), enabled(): whose options apply where, and to what."""
 
 from unittest import mock
 
@@ -31,7 +31,7 @@ def current():
 
 @pytest.fixture
 def off():
-    """The process-wide switch is off again afterwards, whatever a test did to it."""
+    """Turn the process-wide switch off afterwards, whatever a test did to it."""
     yield
     disable()
 
@@ -121,7 +121,7 @@ def test_decorator():
             raise KeyError
         return depth
 
-    # A generator-based context manager that were used up by the first call would fail the next.
+    # A generator-based context manager that is used up by the first call would fail in the next.
     assert inside(0) == 0 and inside(2) == 2
     with pytest.raises(KeyError):
         inside(1, fail=True)
@@ -152,7 +152,7 @@ def test_a_call_sees_the_options_of_its_scope(mesh, schedule):
 
 
 def test_backward_needs_no_scope(mesh):
-    """A loss computed inside the scope may be differentiated outside, on autograd's thread."""
+    """A loss computed inside the scope may be differentiated outside it, on autograd's thread."""
     tensors = sharded(mesh, requires_grad=True)
     plain = [x.detach().to_local().requires_grad_() for x in tensors]
     F.scaled_dot_product_attention(*plain, is_causal=True).square().sum().backward()
@@ -186,14 +186,14 @@ def test_torchs_own_context_parallel_dispatcher_is_refused(switch):
         torch_cp._disable_context_parallel_dispatcher()
     message = str(raised.value)
     assert "torch" in message and "_disable_context_parallel_dispatcher" in message
-    assert hasattr(torch_cp, "_disable_context_parallel_dispatcher")  # what the message names
+    assert hasattr(torch_cp, "_disable_context_parallel_dispatcher")  # the name in the message
     with enabled():
         assert is_enabled()
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_calls_inside_torchs_own_context_parallel_are_refused(mesh, inference):
-    """Its DTensors hold shards in head-tail order, which they do not tell."""
+    """Its DTensors contain shards in head-tail order without saying so."""
     query = DTensor.from_local(torch.randn(1, 2, 8, 8), mesh, [Shard(2)])
     with enabled(), torch.inference_mode(inference):
         torch_cp._enable_context_parallel_dispatcher()
@@ -205,7 +205,7 @@ def test_calls_inside_torchs_own_context_parallel_are_refused(mesh, inference):
 
 
 def test_torch_func_transforms_of_dtensors_are_refused(mesh):
-    """Their wrappers hide the DTensor; computing on its shard alone would answer wrongly."""
+    """Their wrappers hide the DTensor. A computation on its shard alone would be wrong."""
     query, key, value = sharded(mesh)
 
     def loss(query):
@@ -233,7 +233,7 @@ def test_transforms_of_what_stands_beside_dtensors_are_refused(mesh):
 
 
 def test_vmap_of_dtensors_is_refused_and_of_plain_tensors_torchs(mesh):
-    """Also of tensors that are stacked outside: vmap takes the function apart before all keys."""
+    """Also if tensors are stacked outside, because vmap decomposes the function before all keys."""
     plain = torch.randn(3, 2, 2, 8, 4)
     query = distribute_tensor(plain, mesh, [Shard(3)])
 
@@ -244,7 +244,7 @@ def test_vmap_of_dtensors_is_refused_and_of_plain_tensors_torchs(mesh):
     with enabled():
         with pytest.raises(ContextParallelError, match="torch.func"):
             torch.vmap(attend)(query)
-        one = distribute_tensor(plain[0], mesh, [Shard(2)])  # torch looked for a rule for minutes
+        one = distribute_tensor(plain[0], mesh, [Shard(2)])  # torch searched for a rule for minutes
         with pytest.raises(ContextParallelError, match="torch.func"):
             torch.vmap(lambda x: attend(one).to_local() + x)(torch.ones(3, 1))
         assert torch.equal(torch.vmap(attend)(plain), want)

@@ -1,4 +1,5 @@
-"""What a plain call pays while the toggle is on: at most 15 us in eager, nothing compiled."""
+"""What a plain call costs while the toggle is on: at most 15 us in eager mode, nothing when
+compiled."""
 
 import time
 
@@ -10,7 +11,7 @@ from cp_dispatch import enabled
 
 
 def graphs(requires_grad: bool) -> list[str]:
-    """The graphs of a plain call, as dynamo and as AOTAutograd hand them to a backend."""
+    """The graphs of a plain call, as dynamo and AOTAutograd pass them to a backend."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -51,7 +52,7 @@ def test_a_plain_eager_call_costs_at_most_15_us_more(requires_grad):
     tensors = [torch.randn(1, 1, 4, 4, requires_grad=requires_grad) for _ in range(3)]
 
     def best(repeats=20, calls=50) -> float:
-        """CPU time of this thread, so that other processes count as little as possible."""
+        """CPU time of this thread, so that other processes matter as little as possible."""
         times = []
         for _ in range(repeats):
             start = time.thread_time()
@@ -62,7 +63,7 @@ def test_a_plain_eager_call_costs_at_most_15_us_more(requires_grad):
 
     off = on = float("inf")
     for rounds in range(1, 101):
-        # Alternating, so that both get their share of what quiet moments the machine has.
+        # Alternating, so that both get their share of the machine's quiet moments.
         off = min(off, best())
         with enabled():
             best(1)

@@ -1,4 +1,5 @@
-"""What the toggle leaves alone: torch's dispatcher, DTensor's tables and caches, plain calls."""
+"""What the toggle leaves unchanged: torch's dispatcher, DTensor's tables and caches, plain
+calls."""
 
 import json
 import subprocess
@@ -25,7 +26,7 @@ def mesh():
 
 
 def fresh_python(code: str) -> dict:
-    """What ``code`` prints as JSON in a process of its own, where nothing was imported before."""
+    """What ``code`` prints as JSON in a new process, in which nothing was imported before."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True, text=True, timeout=120,
@@ -96,19 +97,19 @@ def test_enable_puts_one_override_in_and_disable_takes_it_out(footprint):
     assert on["dispatch"] != before["dispatch"] and on["DTensor rule"] != "None"
     assert on["tables"] == before["tables"]
     assert off == before and off_again == before
-    # Blocks leave what stands before varlen_attn, which costs a millisecond to put there.
+    # Blocks leave the wrapper of varlen_attn in place, because installing it takes a millisecond.
     assert {name for name in before if after_blocks[name] != before[name]} <= {"varlen_attn"}
 
 
 def tables() -> dict:
-    """A copy of every table of DTensor's dispatcher and sharding propagator."""
+    """A copy of every table in DTensor's dispatcher and sharding propagator."""
     dispatcher = DTensor._op_dispatcher
     named = {**vars(dispatcher.sharding_propagator), **vars(dispatcher)}
     return {name: table.copy() for name, table in named.items() if isinstance(table, (dict, set))}
 
 
 class DTensorOps(TorchDispatchMode):
-    """Names of the ops that DTensor is asked about, and so may cache."""
+    """Names of the ops that DTensor looks up, and so may cache."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +140,7 @@ def test_dtensor_tables_and_caches_hold_nothing_but_our_own_ops(mesh):
         "cp_dispatch::ring_cpu_flash_attention",
         "cp_dispatch::ring_cpu_flash_attention_backward",
     }
-    # Saving for backward detaches; the composite name is what our inference rule answers to.
+    # Saving for the backward detaches. Our inference rule is registered under the composite name.
     assert seen.names - own <= {"aten::detach", SDPA}
 
 
@@ -191,7 +192,7 @@ def test_somebody_elses_kernel_for_the_same_op_survives():
 
 
 def test_plain_calls_warn_of_nothing():
-    """In a fresh process, because torch gives many warnings only once."""
+    """In a fresh process, because torch issues many warnings only once."""
     results = fresh_python("""
         import json, warnings
         import torch, cp_dispatch
@@ -234,7 +235,7 @@ def test_plain_calls_warn_of_nothing():
     assert len(results) == 8 and all(results.values()), results
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own warning, from vmap
 def test_torch_func_works_on_plain_tensors():
     q, k, v = torch.randn(3, 5, 1, 2, 6, 4).unbind(0)
 

@@ -1,5 +1,5 @@
-"""What the toggle changes of torch besides the override, and puts back: the tag of compile
-caches, and the dispatch of causal biases."""
+"""What the toggle changes in torch besides the override, and restores: the tag of compile caches,
+and the dispatch of causal biases."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from cp_dispatch import compile_cache, context_parallel, disable, enable, enabled, explain
 from tests.ranks import one_rank
 
-# A mark before, as a user may have put one.
+# A tag from before, as a user may have set one.
 TAGS = ["", "mine", "mine|other"]
 
 
@@ -85,8 +85,8 @@ def test_an_exception_restores_the_tag(before):
 
 
 def test_the_tag_tells_which_group_a_trace_uses(before, monkeypatch):
-    """Not only which ones the process has used, or one that meets them in another order would take
-    the graph of the first for the second."""
+    """Not only the groups that the process has used. Otherwise a process that meets them in another
+    order would take the graph of the first for the second."""
 
     def tags(names):
         monkeypatch.setattr(compile_cache, "_groups", set())
@@ -106,7 +106,7 @@ def test_the_tag_tells_which_group_a_trace_uses(before, monkeypatch):
 
 
 def test_the_tag_tells_what_kernels_and_schedules_are_chosen_by(before, monkeypatch):
-    """Torch's switches of kernels, and the constants that were measured."""
+    """Torch's kernel switches, and the measured constants."""
 
     def own() -> str:
         compile_cache.tag("state")
@@ -122,10 +122,11 @@ def test_the_tag_tells_what_kernels_and_schedules_are_chosen_by(before, monkeypa
 
 
 def test_the_tag_of_a_trace_is_none_of_the_next_one():
-    """Whose plain call is left to torch, as another thread's is while this one is in a block."""
+    """The next trace's plain call is left to torch, as another thread's is while this one is in a
+    block."""
     tags = []
 
-    def backend(graph, _):  # the keys are made where this is called
+    def backend(graph, _):  # the cache keys are computed where this is called
         tags.append(tag())
         return graph
 
@@ -177,7 +178,8 @@ def test_causal_biases_of_plain_tensors_and_of_dtensors(kind, lengths, grad):
         assert plan.handler == "cp_dispatch" and plan.schedule == "ring"
         out = F.scaled_dot_product_attention(*tensors, attn_mask=bias)
         assert out.placements == (Shard(2),)
-        # Rows that see no key at all, of a lower right one with more rows than keys, are zeros.
+        # Rows that see no key at all are zeros. A lower-right bias with more rows than keys has
+        # such rows.
         blind = max(rows - keys, 0) if kind is causal_lower_right else 0
         assert (out.to_local()[:, :, :blind] == 0).all()
         torch.testing.assert_close(out.to_local(), expected)
@@ -193,7 +195,8 @@ def test_causal_biases_of_plain_tensors_and_of_dtensors(kind, lengths, grad):
     ["aten::scaled_dot_product_attention", "aten::index.Tensor", "torch_attn::_varlen_attn"],
 )
 def test_what_cannot_be_installed_leaves_nothing_behind(monkeypatch, taken):
-    """As where somebody else has a rule for DTensors there. A second try must not pass as well."""
+    """For example if other code has registered a rule for DTensors there. A second attempt must
+    fail too."""
     register = torch.library.register_torch_dispatch
 
     def registered(name, *args, **kwargs):

@@ -1,5 +1,5 @@
-"""The bench of a whole model, at a tiny size: its table and record, and losses of any number of
-ranks."""
+"""The bench of a whole model, at a tiny size: its table and record, and the losses with any number
+of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_whole_model(tmp_path):
     ours, torchs = json.loads(two.read_text())["rows"]
     assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert ours["losses"][-1] < ours["losses"][0]
-    # One graph for all blocks, two for the loss: its last chunk is shorter.
+    # One graph for all blocks, and two for the loss, whose last chunk is shorter.
     assert ours["graphs"] == 3 and ours["tokens_per_second_per_rank"] > 0
     assert torchs["way"] == "torch" and ("error" in torchs or torchs["losses_differ"] < 1e-4)
 

@@ -1,4 +1,4 @@
-"""What explain() says of the carrier of moves on CUDA, without one."""
+"""What explain() says about what carries the data on CUDA, tested without CUDA."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ def test_groups_are_not_made(monkeypatch):
     (3, True, "moved by copy engines", False), (65, True, "needs 65 runs of rows", True),
 ])  # fmt: skip
 def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
-    """Copy engines move what is needed and no more; a collective gathers all where it pays."""
+    """Copy engines move only what is needed. A collective gathers everything if that pays."""
     monkeypatch.setattr(explain, "reaches_all", lambda mesh, dims: reaches)
     plan = SimpleNamespace(schedule="exchange", world_size=2, mesh_dims=(0,))
     ((found,), gathers) = explain._moved(plan, query(), runs)

@@ -1,4 +1,5 @@
-"""Attention with a mask and dropout by the textbook, in float64: what blocks should give."""
+"""Attention with a mask and dropout by the textbook formula, in float64: the exact results of
+blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.nn.attention import sdpa_kernel
 
 from tests.distributed.reference import KERNELS
 
-# Dims of a mask beside scores (B, H, Sq, Sk): True where it has the whole dim, else 1.
+# A mask's dims next to scores (B, H, Sq, Sk): True if it has the whole dim, otherwise 1.
 BROADCASTS = {
     "whole": (1, 1, 1, 1),
     "batch": (1, 0, 1, 1),
@@ -95,8 +96,8 @@ def exact(tensors, mask, scale, factors=None) -> list[torch.Tensor]:
 
 
 def one_device(tensors, mask, scale, kernel, mask_grad=False) -> list[torch.Tensor]:
-    """Output, dQ, dK, dV and, if asked for, the bias's gradient by torch's own kernel;
-    RuntimeError if it does not take the call."""
+    """Output, dQ, dK, dV and, if requested, the bias's gradient by torch's own kernel. RuntimeError
+    if it does not support the call."""
     grouped = tensors[0].size(1) != tensors[1].size(1)
 
     def attend(query, key, value, bias):

@@ -24,8 +24,8 @@ PROBLEMS = {
     "gqa causal": Problem(heads=6, key_heads=2, length=50, causal=True),
     "mqa": Problem(heads=4, key_heads=1, length=33, key_length=48),
     "scale": Problem(length=40, scale=0.7, causal=True),
-    # Not float32 for the single row: dV then has no sum whose rounding hides that of a float32
-    # logsumexp, which torch's math kernel does without.
+    # Not float32 for the single row. There, dV is not a sum whose rounding hides that of a float32
+    # logsumexp, which torch's math kernel does not use.
     "one row": Problem(batch=8, heads=8, length=1, key_length=65, dtype=torch.bfloat16),
     "odd dim": Problem(length=31, dim=7, causal=True),
     "bfloat16": Problem(length=64, causal=True, dtype=torch.bfloat16),
@@ -51,7 +51,7 @@ def scale_of(problem: Problem) -> float:
 
 
 def as_given(problem: Problem, results):
-    """Results in the inputs' dtype, which is what a schedule makes of one block."""
+    """Results in the inputs' dtype, as a schedule returns them for one block."""
     return [x.to(problem.dtype) for x in results]
 
 
@@ -88,7 +88,7 @@ def test_logsumexp_has_the_shape_dtype_and_values_that_backends_promise(backend,
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("backend, name", CASES)
 def test_blocks_add_up_to_the_whole(backend, name, world_size):
-    """What a schedule does, without communication: tiles, merges, and sums of shares."""
+    """The steps of a schedule, without communication: tiles, merges, and sums of shares."""
     problem, kernel = problem_of(name), BACKENDS[backend]
     tensors = query, key, value, grad_output = problem.tensors()
     scale = scale_of(problem)
@@ -144,7 +144,7 @@ def test_heads_are_repeated_as_torch_repeats_them_and_summed_back():
 
 
 class Multiple(Backend):
-    """A kernel that takes head dims of whole eights only, and looks at what it is given."""
+    """A kernel that supports only head dims that are multiples of 8, and checks its inputs."""
 
     name, head_dim_multiple = "multiple", 8
 
@@ -187,7 +187,7 @@ def test_aligned_copies_only_what_starts_off_16_bytes():
 )
 @pytest.mark.parametrize("limit", [3, 4, 7])
 def test_calls_larger_than_a_grid_go_in_parts(monkeypatch, limit, mask_shape):
-    """Along the batch, the heads or both; grouped heads stay with theirs."""
+    """Along the batch, the heads or both. Grouped heads stay with their key head."""
     kernel = BACKENDS["cpu_flash"]
     query, grad = torch.randn(5, 8, 6, 16), torch.randn(5, 8, 6, 16)
     key, value = torch.randn(5, 4, 9, 16), torch.randn(5, 4, 9, 16)
@@ -212,7 +212,8 @@ def test_calls_larger_than_a_grid_go_in_parts(monkeypatch, limit, mask_shape):
 
 
 def test_efficient_attention_gets_the_heads_of_a_row_side_by_side():
-    """It knows the stride of a row as heads times head dim, whatever the tensor says."""
+    """The kernel takes heads times head dim as the stride of a row, whatever the tensor's stride
+    is."""
     output = torch.randn(2, 6, 8, 4).transpose(1, 2)  # (B, H, S, D), token-major
     assert _heads_side_by_side(output) is output
     rows = output[:, :, 2:5]
@@ -225,7 +226,7 @@ def test_efficient_attention_gets_the_heads_of_a_row_side_by_side():
 @pytest.mark.parametrize("layout", ["token-major", "head-major"])
 @pytest.mark.parametrize("heads, key_heads", [(6, 2), (4, 1), (4, 4)])
 def test_packed_heads_are_rows_of_their_key_head(layout, heads, key_heads):
-    """Every key head's rows see the same keys, whichever query head they are of."""
+    """The rows of every key head see the same keys, whichever query head they belong to."""
     problem = Problem(batch=2, heads=heads, key_heads=key_heads, length=18, key_length=31, dim=12)
     tensors = query, key, value, grad_output = problem.tensors()
     if layout == "token-major":
@@ -281,7 +282,8 @@ def test_a_backward_of_grouped_heads_is_cut_where_it_takes_too_much_room(
     [(4096, 4096, None), (4096, 28672, None), (16384, 16384, 2), (16384, 114688, 8)],
 )
 def test_long_backwards_are_cut_further(rows, keys, calls):
-    """Tiles of 8,192 and 32,768 tokens on each of 4 ranks, 32 and 8 heads of 128, 16 bits."""
+    """Tiles of 8,192 and 32,768 tokens on each of 4 ranks, with 32 and 8 heads of 128, in 16
+    bits."""
     query, key = (torch.empty(1, h, s, 128, dtype=torch.bfloat16, device="meta")
                   for h, s in ((32, rows), (8, keys)))  # fmt: skip
     parts = few_heads(BACKENDS["flash"], query, key, key)
@@ -289,7 +291,8 @@ def test_long_backwards_are_cut_further(rows, keys, calls):
 
 
 def test_what_is_kept_for_all_calls_is_no_call_s_own(monkeypatch):
-    """Neither of an inference mode nor of a CUDA graph, which owns what its thread allocates."""
+    """It belongs neither to an inference mode nor to a CUDA graph, which owns what its thread
+    allocates."""
     capturing, threads = True, []
     monkeypatch.setattr(flash, "_coins", {})
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: threads.append(threading.get_ident()))

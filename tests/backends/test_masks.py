@@ -17,7 +17,7 @@ CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.devices]
 CASES = {
     "plain": Case(),
     "gqa": Case(key_heads=2),
-    # In 16 bits, for the reason that test_backends.py tells.
+    # In 16 bits, for the reason given in test_backends.py.
     "one row": Case(scores=(8, 8, 1, 19), key_heads=8, dtype=torch.bfloat16),
     "whole eights": Case(scores=(2, 2, 16, 32), key_heads=2),
     "float64": Case(dtype=torch.float64),
@@ -52,11 +52,11 @@ def test_masks_are_as_exact_as_on_one_device(name, backend, broadcast, kind):
     out, _, (*grads, no_bias) = block(backend, tensors, mask, case.scale)
     assert no_bias is None
     want = exact(tensors, mask, case.scale)[:4]
-    # The kernel takes whole masks, from which it computes the same.
+    # The kernel takes whole masks, and computes the same from them.
     whole = mask.expand(case.scores).contiguous()
     single = one_device(tensors, whole, case.scale, backend)
     if case.dtype is torch.float64:
-        # Judged as torch judges float64; the exact answer is no better.
+        # Compared as torch compares float64; the exact answer is no better.
         for mine, true in zip((out, *grads), want, strict=True):
             torch.testing.assert_close(mine, true)
     else:
@@ -81,7 +81,8 @@ def test_logsumexp_with_a_mask(name, backend, kind):
 @pytest.mark.parametrize("kind", ["bool", "bias"])
 @pytest.mark.parametrize("backend", CPU)
 def test_any_number_of_columns_and_any_strides(backend, kind, columns):
-    """Of a mask expanded with stride 0, transposed, or cut from a larger one, as tiles are."""
+    """For a mask that is expanded with stride 0, transposed, or cut from a larger one, as tiles
+    are."""
     case = Case(scores=(2, 4, 12, columns), dtype=torch.bfloat16)
     tensors, mask = case.tensors(), case.mask("whole", kind)
     larger = torch.zeros(2, 4, 20, columns + 9, dtype=mask.dtype)
@@ -174,7 +175,7 @@ def test_the_gradient_of_a_bias_is_the_sum_over_what_it_broadcasts(broadcast):
 
 
 def one_kernel_per_tile(backend, tensors, mask, scale, world_size, causal=False):
-    """Output and gradients put together from every rank's tiles, as a ring does."""
+    """Output and gradients combined from every rank's tiles, as in a ring."""
     query, key, value, grad_output = tensors
     geometry = natural(query.size(2), key.size(2), (world_size,), causal)
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
@@ -217,7 +218,7 @@ def one_kernel_per_tile(backend, tensors, mask, scale, world_size, causal=False)
 @pytest.mark.parametrize("world_size", [2, 5])
 @pytest.mark.parametrize("backend", CPU)
 def test_tiles_with_masks_add_up_to_the_whole(backend, world_size, broadcast, kind):
-    """Also where some rank's rows, and some hop's keys, are masked altogether."""
+    """Also if some rank's rows, and some hop's keys, are fully masked."""
     case = Case(scores=(2, 4, 22, 31), key_heads=2)
     tensors, mask = case.tensors(), case.mask(broadcast, kind)
     if broadcast == "whole":
@@ -228,7 +229,7 @@ def test_tiles_with_masks_add_up_to_the_whole(backend, world_size, broadcast, ki
     whole = mask.expand(case.scores).contiguous()
     check(got, want, one_device(tensors, whole, case.scale, backend))
     if bias_grad is not None and all(BROADCASTS[broadcast][2:]):
-        # Sums over rows or keys cancel down to rounding; test them in float64, below.
+        # Sums over rows or keys cancel down to rounding errors. They are tested in float64, below.
         single = one_device(tensors, mask, case.scale, "math", mask_grad=True)[4]
         check([bias_grad] * 4, [true] * 4, [single] * 4)
 

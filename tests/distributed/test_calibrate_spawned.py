@@ -1,4 +1,4 @@
-"""The calibration command, small, on gloo processes; on GPUs where there are some."""
+"""The calibration command with small sizes, on gloo processes, and on GPUs if there are any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.test_settle import ring
 
 
 def quick(env: Env) -> None:
-    """Every number that a prediction asks for is there, and equal on all ranks' files."""
+    """Every number that a prediction needs is in the file, and equal in all ranks' files."""
     said = []
     constants = calibrate.measure(env.device, quick=True, say=said.append)
     assert Constants.from_json(constants.to_json()).to_json() == constants.to_json()

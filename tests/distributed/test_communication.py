@@ -1,4 +1,4 @@
-"""What travels, when, and how much: exact counts and bytes for every rank and hop."""
+"""What is sent, when, and how much: exact counts and bytes for every rank and hop."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_full_attention_sends_every_shard_around(recorder, world_size, key_heads
     one = shard_bytes(problem, 48 // world_size)
     for forward, backward, _ in traffic(recorder, problem, world_size):
         assert forward.sent == forward.received == [one] * (world_size - 1)
-        # Keys again, and dK/dV with them, the last move home.
+        # The keys again, and dK/dV with them. The last move returns dK/dV to their owner.
         assert sorted(backward.sent) == [one] * (2 * world_size - 1)
         assert backward.received == backward.sent
 
 
-# Rows (hops) x columns (ranks): whether a rank sends. Keys move on only to ranks that see them.
+# Rows are hops, columns are ranks: whether a rank sends. Keys move on only to ranks that see them.
 CAUSAL = {
     2: ["1."],
     3: ["11.", ".1."],
@@ -138,7 +138,7 @@ def test_plan_knows_what_each_rank_sends(recorder, fields, world_size):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_but_shifts_of_the_ring(recorder, causal):
-    """One collective a shift, as many on every rank, and no other."""
+    """One collective for each shift, the same number on every rank, and no others."""
     records = traffic(recorder, Problem(causal=causal, key_heads=2, length=50), 4)
     for forward, backward, _ in records:
         for record in (forward, backward):
@@ -150,7 +150,7 @@ def test_nothing_but_shifts_of_the_ring(recorder, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_mirrored_ring_exchanges_halves_before_and_after(recorder, world_size, dtype):
-    """One message each way with the mirror rank, none for the rank in the middle."""
+    """One message each way with the mirror rank, and none for the rank in the middle."""
     problem = Problem(heads=4, key_heads=2, length=12 * world_size, causal=True, dtype=dtype)
     records = traffic(recorder, problem, world_size, schedule="mirrored_ring")
     for rank, (forward, backward, plan) in enumerate(records):
@@ -180,9 +180,10 @@ def test_gather_gathers_once_and_sends_shares_once(recorder, order, world_size, 
         there, back = plan.transfers(rank)
         assert plan.schedule == ("mirrored_gather" if order == "natural" else "gather")
         assert forward.gathered == backward.gathered == [own // pieces] * pieces
-        # About a reduce-scatter of the kernels' dtype; less where tiles cover few keys. In natural
-        # order the own half sees the r shards before the rank's, the mirror's the other ones of
-        # W - 1, and each has shares of all of them; its own keys, if it sees them, need no way.
+        # About a reduce-scatter in the kernels' dtype; less if tiles cover few keys. In natural
+        # order the rank's own half sees the r shards before the rank's, and the mirror rank's half
+        # sees the rest of the W - 1. Each has shares of all the shards that it sees. The rank's own
+        # keys, if it sees them, need no transfer.
         shares = backward.sent[2 if order == "natural" else 0]
         most = sum(forward.gathered) * (world_size - 1)
         if order == "natural":
@@ -197,7 +198,8 @@ def test_gather_gathers_once_and_sends_shares_once(recorder, order, world_size, 
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_gather_of_values_of_another_dim_whose_gradients_are_wide(recorder, world_size):
-    """What ranks have not computed is as large as what others have; all begins at 16 bytes."""
+    """What a rank sends for the rows that it did not compute is as large as what it receives. All
+    parts start at multiples of 16 bytes."""
     problem = Problem(
         batch=1, heads=1, length=2 * world_size, dim=5, value_dim=9, causal=True,
         dtype=torch.bfloat16,
@@ -215,9 +217,9 @@ def test_a_gather_of_values_of_another_dim_whose_gradients_are_wide(recorder, wo
 @pytest.mark.parametrize("heads, key_heads", [(8, 4), (4, 1)])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ulysses_moves_heads_there_and_back(recorder, world_size, heads, key_heads, dtype):
-    """All but a rank's own share, in one message each way; key heads to each rank
-    that needs them, and the gradient of a head that several ranks have a share of in float32, in a
-    message of its own."""
+    """Everything but a rank's own share moves, in one message each way. Key heads go to each rank
+    that needs them. If several ranks have a share of a head's gradient, it goes in float32, in a
+    separate message."""
     problem = Problem(
         heads=heads, key_heads=key_heads, length=8 * world_size, dim=16, causal=True, dtype=dtype
     )
@@ -226,7 +228,7 @@ def test_ulysses_moves_heads_there_and_back(recorder, world_size, heads, key_hea
     head = problem.batch * 8 * 16 * dtype.itemsize  # of one head of a shard
     queries = heads // world_size * others * head
     keys = 2 * max(1, key_heads // world_size) * others * head
-    # Four bytes for each row and head, a row's at multiples of 16.
+    # Four bytes for each row and head; those of a row start at a multiple of 16.
     own = heads // world_size
     sums = problem.batch * 8 * others * -(-own * 4 // 16) * 16
     for rank, (forward, backward, plan) in enumerate(records):
@@ -264,7 +266,7 @@ def test_plans_know_what_heads_cost(monkeypatch, recorder, fields, stages, sched
         assert plan.schedule == schedule.split(":")[0], plan
         planned = [[transfer.bytes for transfer in part] for part in plan.transfers(rank)]
         assert planned[0] == forward.sent
-        # A ring across posts dK and dV before the keys of the next hop.
+        # A ring across groups sends dK and dV before the keys of the next hop.
         assert sorted(planned[1]) == sorted(backward.sent)
         for record in (forward, backward):
             assert record.collectives == ["AllToAllBase"] * len(record.sent)
@@ -295,7 +297,7 @@ def test_plans_know_that_padded_heads_travel(monkeypatch, recorder, schedule, ca
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_head_tail_sends_every_shard_around(recorder, world_size):
-    """Some rank needs every key at every hop, and nothing else travels."""
+    """At every hop some rank needs every key, and nothing else is sent."""
     length = 8 * world_size
     problem = Problem(length=length, causal=True)
     layout = HeadTail(length, world_size)
@@ -311,7 +313,7 @@ def test_head_tail_sends_every_shard_around(recorder, world_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_buffers_are_bounded(recorder, world_size, dtype, causal):
-    """Two key/value shards forward; two, and two float32 dK/dV shards, backward."""
+    """Forward: two key/value shards. Backward: two of those, and two float32 dK/dV shards."""
     problem = Problem(length=60, dtype=dtype, causal=causal, key_heads=2)
     largest = -(-60 // world_size)
     one, wide = shard_bytes(problem, largest), shard_bytes(problem, largest, itemsize=4)
@@ -367,7 +369,7 @@ WHOLE, ROWS = Replicate(), Shard(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replicated_keys_send_nothing_forward(recorder, dtype, causal, world_size):
-    """Backward, one sum each of dK and dV, in float32."""
+    """In the backward, one sum each of dK and dV, in float32."""
     problem = Problem(length=48, key_length=51, causal=causal, key_heads=2, dtype=dtype)
     wide = shard_bytes(problem, 51, itemsize=4) // 2
     places = (ROWS, WHOLE, WHOLE)
@@ -384,9 +386,9 @@ def test_replicated_keys_send_nothing_forward(recorder, dtype, causal, world_siz
 @pytest.mark.parametrize("rows, causal", [(1, False), (7, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decoding_moves_no_key(recorder, dtype, rows, causal, world_size):
-    """One gather of outputs, in float32, and one of logsumexp; backward, one sum of dQ."""
+    """Forward: one gather of outputs, in float32, and one of logsumexp. Backward: one sum of dQ."""
     problem = Problem(length=rows, key_length=50, causal=causal, key_heads=2, dtype=dtype)
-    query = problem.batch * problem.heads * rows * 4  # of each of these, 4 bytes a number
+    query = problem.batch * problem.heads * rows * 4  # of each of these, 4 bytes per number
     for forward, backward in one_sided(recorder, problem, (WHOLE, ROWS, ROWS), world_size):
         assert len(forward.collectives) == 2 and set(forward.collectives) <= GATHERS
         assert forward.bytes == [query * problem.dim, query]
@@ -397,7 +399,7 @@ def test_decoding_moves_no_key(recorder, dtype, rows, causal, world_size):
 
 @pytest.mark.parametrize("places", [(ROWS, WHOLE, ROWS), (ROWS, ROWS, WHOLE)], ids=str)
 def test_a_whole_key_beside_a_sharded_value_is_cut_locally(recorder, places):
-    """It costs the ring's own moves and nothing more."""
+    """It costs only the ring's own moves."""
     problem = Problem(length=48)
     for forward, _ in one_sided(recorder, problem, places, 4):
         assert forward.sent == [shard_bytes(problem, 12)] * 3
@@ -406,7 +408,7 @@ def test_a_whole_key_beside_a_sharded_value_is_cut_locally(recorder, places):
 
 @pytest.mark.parametrize("placed", [None, WHOLE, Shard(0), Shard(1)], ids=str)
 def test_a_mask_costs_nothing_unless_its_columns_are_sharded(recorder, placed):
-    """A mask is cut where it is; one that is sharded over columns goes around once."""
+    """A mask is cut where it is. One that is sharded over columns goes around the ring once."""
     mask = Mask("qk")
     problem = Problem(length=48, mask=mask)
 
@@ -428,7 +430,7 @@ def test_a_mask_costs_nothing_unless_its_columns_are_sharded(recorder, placed):
 
 
 def test_explain_says_what_dtensor_moves_first(recorder):
-    """A sum of keys, columns of a mask: one collective each, forward and backward."""
+    """A sum of keys and the columns of a mask: one collective each, forward and backward."""
     problem = Problem(length=16, mask=Mask("qk"))
 
     def body(rank: int):

@@ -1,6 +1,7 @@
-"""``torch.compile`` on real processes: whole graphs, both ways, that compile once and equal eager.
+"""``torch.compile`` on real processes: forward and backward in whole graphs that compile once and
+equal eager mode.
 
-``compiled.py`` has what compares a single call with one device; here are masks, layouts, schedules,
+``compiled.py`` compares single calls with one device. This file covers masks, layouts, schedules,
 dynamic lengths, modules and training steps, with and without checkpoints.
 """
 
@@ -41,7 +42,8 @@ ROWS = (Shard(2),)
 
 
 class Graphs:
-    """A backend that compiles as ``aot_eager`` does and counts ring ops in what it is given."""
+    """A backend that compiles as ``aot_eager`` does and counts the ring ops in the graphs that it
+    gets."""
 
     def __init__(self, decompositions=None):
         self.forward: list[int] = []
@@ -72,7 +74,7 @@ def compile_once(function, backend):
 
 
 def attention_alone(env: Env, problem: Problem, placements=None, **options) -> None:
-    """As exact as one device; one ring each way; a second call compiles nothing."""
+    """As exact as one device. One ring op each way. A second call compiles nothing."""
     torch._dynamo.reset()
     graphs = Graphs()
     attend = compile_once(problem.attend, graphs)
@@ -96,7 +98,7 @@ def attention_alone(env: Env, problem: Problem, placements=None, **options) -> N
 
 
 def dynamic_length(env: Env, marked: bool) -> None:
-    """One graph for many lengths, from the first call or from the second one on."""
+    """One graph for many lengths, from the first or the second call on."""
     torch._dynamo.reset()
     graphs = Graphs()
     mesh = env.mesh()
@@ -122,16 +124,16 @@ def dynamic_length(env: Env, marked: bool) -> None:
     assert set(graphs.forward) == {(1, 0)} and set(graphs.backward) == {(1, 1)}, vars(graphs)
 
 
-# In the second one rank 0's shard stays as it is first, and then rank 1's. Of the last ones, the
-# third is dynamic until the schedule looks at it.
+# In the second tuple, rank 0's shard is at first unchanged, and then rank 1's. In the last tuple,
+# the third length is dynamic until the schedule looks at it.
 ALIKE = (131, 132, 131), (128, 127, 126), (127, 128, 129), (64, 96, 131, 132, 131)
 
 
 def lengths_whose_shards_are_alike(
     env: Env, schedule="auto", causal=True, dynamic=None, sequences=ALIKE
 ) -> None:
-    """Some ranks' shards are alike before and after, so that nothing but the DTensor's own size
-    tells them that the length has changed."""
+    """Some ranks' shards have the same size before and after, so only the DTensor's own size shows
+    that the length has changed."""
     mesh = env.mesh()
 
     def function(x):
@@ -154,8 +156,9 @@ def lengths_whose_shards_are_alike(
 
 
 def every_size_dynamic(env: Env) -> None:
-    """One op each way, and no second one on tensors of the whole size, of which torch 2.11 would
-    read strides; also where a shard is as long as the head dim, which dynamo takes for one size."""
+    """One op each way, and no second one on tensors of the whole size, whose strides torch 2.11
+    would read. Also if a shard is as long as the head dim, because dynamo then treats the two as
+    one size."""
     mesh = env.mesh()
 
     def function(x):
@@ -182,8 +185,8 @@ def every_size_dynamic(env: Env) -> None:
 
 
 def head_dims_as_long_as_lengths(env: Env) -> None:
-    """Head dims are constants, so a length of which dynamo takes one for the same size is too, but
-    not the strides of a slice: torch found no hash for those."""
+    """Head dims are constants, so a length that dynamo takes for the same size is constant too. The
+    strides of a slice are not, and torch found no hash for those."""
     torch._dynamo.reset()
     mesh, length = env.mesh(), 16 * env.world_size
     generator = torch.Generator().manual_seed(0)
@@ -204,8 +207,8 @@ def head_dims_as_long_as_lengths(env: Env) -> None:
 
 
 def rank_without_rows(env: Env) -> None:
-    """Inductor differentiates a norm of nothing to zeros, which come of no gradient: what leads to
-    them is dead on that rank, and what comes of them belongs to the forward."""
+    """Inductor's gradient of a norm over no rows is zeros that depend on no gradient. What leads to
+    them is dead on that rank, and what is computed from them belongs to the forward."""
 
     def both_ways(x, scale):
         x = F.layer_norm(x, x.shape[-1:])
@@ -225,7 +228,7 @@ def rank_without_rows(env: Env) -> None:
 
 
 def rank_without_rows_inductor(env: Env) -> None:
-    """Inductor leaves out what only loops over nothing read."""
+    """Inductor omits a loop over nothing if its result is not read."""
     if not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -243,8 +246,8 @@ def rank_without_rows_inductor(env: Env) -> None:
 
 
 def order_of_uneven_shards(env: Env) -> None:
-    """By the memory that shards of 2 rows and of 1 take, inductor would begin with one attention on
-    one rank and with the other one on the other."""
+    """By the memory that shards of 2 rows and of 1 row take, inductor would begin with different
+    attention calls on the two ranks."""
     if not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -261,7 +264,7 @@ def order_of_uneven_shards(env: Env) -> None:
     torch._dynamo.reset()
     compiled = compile_once(function, "inductor")
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(1, 3, 32, generator=generator)  # all that linear layers of 2.11 take
+    whole = torch.randn(1, 3, 32, generator=generator)  # the most that torch 2.11's linear supports
     weights = [torch.randn(*s, generator=generator) for s in ((32, 128), (32, 32), (128, 32))]
     inputs = [distribute(whole, env.mesh(), [Shard(1)])]
     inputs += [distribute(x, env.mesh(), [Replicate()]) for x in (whole, *weights)]
@@ -270,14 +273,15 @@ def order_of_uneven_shards(env: Env) -> None:
     torch.testing.assert_close(got.to_local(), want.to_local())
     calls = [re.findall(r"= torch\.ops\.cp_dispatch\.ring\w+\.default\((.*)\)", x) for x in codes]
     assert len(calls[0]) == 2, codes
-    wide = [", 128, 1), 0)" in call for call in calls[0]]  # by its strides
+    wide = [", 128, 1), 0)" in call for call in calls[0]]  # recognized by its strides
     everyone = [None] * env.world_size
     torch.distributed.all_gather_object(everyone, wide)
     assert sorted(wide) == [False, True] and everyone.count(wide) == env.world_size, everyone
 
 
 def _as_eager(env: Env, function, compiled, given, shape) -> None:
-    """Result and gradients of a compiled function of a sharded tensor."""
+    """Compare the result and gradients of a compiled function of a sharded tensor with eager
+    mode."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator)
     x = distribute(whole, env.mesh(), ROWS).requires_grad_()
@@ -292,7 +296,7 @@ def _as_eager(env: Env, function, compiled, given, shape) -> None:
 
 
 def train(model, mesh, compiled=None, steps=3, lr=0.1) -> list[float]:
-    """Losses of a few steps; the forward with its loss compiled, or nothing."""
+    """Losses of a few steps. The forward is compiled with its loss, or nothing is."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     forward = model if compiled is None else compiled
     generator = torch.Generator().manual_seed(3)
@@ -320,7 +324,8 @@ def build(mesh=None, **options):
 
 
 def two_schedules(env: Env, **options) -> None:
-    """A forward and a backward by one each, which "auto" takes on GPUs; also when recomputed."""
+    """The forward runs by one schedule and the backward by another, as "auto" selects on GPUs; also
+    when recomputed."""
 
     def choose(plan, *_):
         return of_two(*(settle(plan, wish, "cuda") for wish in ("gather", "ulysses")))
@@ -334,7 +339,7 @@ def two_schedules(env: Env, **options) -> None:
 
 
 def whole_step(env: Env, backend="graphs", **options) -> None:
-    """Losses of a compiled model with its loss are those of one process, and of eager."""
+    """The losses of a compiled model with its loss are those of one process, and of eager mode."""
     if backend == "inductor" and not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -360,7 +365,8 @@ def whole_step(env: Env, backend="graphs", **options) -> None:
 
 
 def whole_step_of_any_length(env: Env, lengths, **options) -> None:
-    """Losses and gradients as eager's, by one graph for the first length and one for all others."""
+    """Losses and gradients are those of eager mode, with one graph for the first length and one for
+    all others."""
     torch._dynamo.reset()
     graphs, mesh = Graphs(), env.mesh()
     generator = torch.Generator().manual_seed(3)
@@ -394,7 +400,7 @@ def by_policy():
 
 
 def plain_shards(env: Env) -> None:
-    """A compiled call inside context_parallel, and the same function outside of it."""
+    """A compiled call inside context_parallel, and the same function outside it."""
     torch._dynamo.reset()
     graphs = Graphs()
     whole = torch.randn(1, 2, 32, 8, generator=torch.Generator().manual_seed(0))
@@ -414,7 +420,8 @@ def plain_shards(env: Env) -> None:
 
 
 def settings(env: Env) -> None:
-    """One compiled function under several settings in turn: right each time, compiled once each."""
+    """One compiled function under several settings in turn: right each time, and compiled once for
+    each."""
     torch._dynamo.reset()
     graphs = Graphs()
     attend = compile_once(CAUSAL.attend, graphs)
@@ -434,7 +441,7 @@ def settings(env: Env) -> None:
 
 
 def profiled(env: Env) -> None:
-    """A range for each hop, forward and backward, from eager calls and from compiled ones."""
+    """One profiler range for each hop, forward and backward, in eager and in compiled calls."""
     mesh, size = env.mesh(), env.world_size
     problem = Problem(length=16 * size, dim=8)
     inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
@@ -461,8 +468,8 @@ def profiled(env: Env) -> None:
 
 
 def flops(env: Env) -> None:
-    """Torch does not enter a compiled graph under the counter, so that both count alike, the
-    whole sequence; the graph itself counts what this rank computes."""
+    """Torch does not enter a compiled graph under the counter, so both count the same: the whole
+    sequence. The graph itself counts what this rank computes."""
     mesh, size = env.mesh(), env.world_size
     problem = Problem(batch=2, heads=4, length=16 * size, key_length=32 * size, dim=16)
     inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in problem.tensors()[:3]]
@@ -493,7 +500,7 @@ def flops(env: Env) -> None:
 
 
 def stances(env: Env) -> None:
-    """``set_stance``: eager where it says so, and no old graph under a new setting."""
+    """``set_stance``: eager mode where the stance says so, and no old graph under a new setting."""
     torch._dynamo.reset()
     graphs = Graphs()
     attend = compile_once(CAUSAL.attend, graphs)
@@ -525,8 +532,8 @@ class Causal(torch.nn.Module):
 
 
 def exported(env: Env) -> None:
-    """An exported program holds the call, and does what eager does where it runs; a module in a
-    style holds its block, on the mesh and in the order of its export."""
+    """An exported program contains the call, and does what eager mode does wherever it runs. A
+    module in a style keeps its block, with the mesh and the order of its export."""
     mesh = env.mesh()
     whole = Problem(length=32, dim=8).tensors()[:3]
     want = Causal()(*whole)
@@ -558,7 +565,8 @@ CAUSAL = Problem(causal=True, key_heads=2, length=128)
 
 
 def sharded_padding_mask(env: Env, backend: str) -> None:
-    """Inductor makes integers of a boolean mask that a collective moves; not a bias, here."""
+    """Inductor converts a boolean mask to integers if a collective moves it; it must not be taken
+    for a bias."""
     if backend == "inductor" and not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -580,7 +588,7 @@ def sharded_padding_mask(env: Env, backend: str) -> None:
 
 
 def checkpoint_in_another_order(env: Env) -> None:
-    """Compiled graphs hand on the memory by which it shows."""
+    """Compiled graphs pass on the memory that reveals it."""
     torch._dynamo.reset()
     problem = Problem(batch=1, length=64, dim=16, causal=True)
     leaves = [distribute(x, env.mesh(), ROWS).requires_grad_() for x in problem.tensors()[:3]]
@@ -603,7 +611,8 @@ def checkpoint_in_another_order(env: Env) -> None:
 
 
 def backward_inside(env: Env) -> None:
-    """Dynamo compiles all Python that runs in a backward inside a compiled function, not ours."""
+    """Dynamo compiles all Python that runs in a backward inside a compiled function, except
+    ours."""
     mesh, generator = env.mesh(), torch.Generator().manual_seed(0)
     tokens = torch.randint(17, (1, 32), generator=generator)
     model = distribute_module(Model(), mesh)
@@ -648,7 +657,7 @@ CASES = {
     "every size dynamic": every_size_dynamic,
     "head dims as long as lengths": head_dims_as_long_as_lengths,
     "lengths whose shards are alike": lengths_whose_shards_are_alike,
-    # Which compiles each length anew, whatever the schedule.
+    # Every length is compiled anew, whatever the schedule.
     "lengths whose shards are alike, static": functools.partial(
         lengths_whose_shards_are_alike, dynamic=False, sequences=ALIKE[:2]
     ),

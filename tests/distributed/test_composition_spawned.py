@@ -1,4 +1,5 @@
-"""With what else trains large models: losses of a few steps are those of one process.
+"""Combinations with the other techniques that train large models: losses of a few steps are those
+of one process.
 
 Four ranks as data x context or context x tensor. Every case trains the model of ``models.py``.
 """
@@ -28,8 +29,8 @@ from tests.distributed.models import VOCABULARY, Model
 from tests.distributed.sharded import average_gradients, distribute
 from tests.distributed.spawn import TORCH_2_13, Env, run_asked
 
-# DTensor of torch 2.11 has no linear layer on several sharded sequences, so a rank gets one of
-# them at a time, and gradients are accumulated.
+# DTensor of torch 2.11 does not support a linear layer on several sharded sequences, so a rank gets
+# one sequence at a time, and gradients are accumulated.
 STEPS, BATCH, LENGTH = 4, 4, 32
 ONE_BY_ONE = BATCH
 
@@ -48,7 +49,7 @@ def build(**options) -> Model:
 
 
 def step(forward, model, optimizer, pieces, clip=None, before=None) -> float:
-    """One step over the ``pieces`` of a batch, their gradients accumulated."""
+    """One step over the ``pieces`` of a batch, with accumulated gradients."""
     total = 0.0
     for piece in pieces:
         loss = forward(*piece) / len(pieces)
@@ -90,7 +91,8 @@ def same(got, want, tolerance=1e-4) -> None:
 
 
 def sequences(mesh, tokens, labels):
-    """As DTensors, the sequence over the mesh's dim "cp" and nothing over the others."""
+    """The batch as DTensors, with the sequence over the mesh's dim "cp" and nothing over the
+    others."""
     placements = [Shard(1) if name == "cp" else Replicate() for name in mesh.mesh_dim_names]
     return [distribute(x, mesh, placements) for x in (tokens, labels)]
 
@@ -134,7 +136,8 @@ class Rings(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def checkpointed(env: Env, save: bool, reentrant: bool, dropout: float) -> None:
-    """A ring runs once where its output is saved, else a second time; losses stay what they are."""
+    """A ring runs once if its output is saved, and otherwise a second time. The losses stay the
+    same."""
     mesh = env.mesh()
     options = {"checkpointed": True, "reentrant": reentrant, "dropout": dropout}
     if save:
@@ -168,7 +171,7 @@ def fsdp_over_data(env: Env, mesh):
 
 
 def own_rows(mesh, tokens, labels):
-    """This data rank's part of a batch, the sequence over "cp"."""
+    """This data rank's part of a batch, with the sequence over "cp"."""
     row, count = mesh["dp"].get_local_rank(), mesh["dp"].size()
     return sequences(mesh["cp"], *(x.chunk(count)[row] for x in (tokens, labels)))
 
@@ -192,11 +195,11 @@ def fsdp(env: Env, **options) -> None:
 
 
 def save_and_load(env: Env) -> None:
-    """Two steps, a checkpoint on disk, and the other two in a model made anew."""
+    """Two steps, a checkpoint on disk, and the other two steps in a newly built model."""
     mesh = data_by_context(env)
     prepare, group = functools.partial(own_rows, mesh), mesh["dp"].get_group()
     pieces = BATCH // mesh["dp"].size()
-    single = build()  # a new optimizer half way, as for the model that is loaded
+    single = build()  # a new optimizer halfway, as for the model that is loaded
     want = train(single, steps=[0, 1]) + train(single, steps=[2, 3])
     path = [tempfile.mkdtemp() if env.rank == 0 else None]
     dist.broadcast_object_list(path)
@@ -213,13 +216,14 @@ def save_and_load(env: Env) -> None:
         again.load_state_dict(state["model"])
         got += train(again, prepare, group=group, pieces=pieces, steps=[2, 3])
     same(got, want)
-    plain = {"model": build().state_dict()}  # the checkpoint knows nothing of ranks
+    plain = {"model": build().state_dict()}  # the checkpoint does not depend on ranks
     dcp.load(plain, checkpoint_id=path[0], no_dist=True)
     assert plain["model"].keys() == single.state_dict().keys()
 
 
 def fsdp_over_all(env: Env) -> None:
-    """Plain activations: parameters sharded over data x context, sequences by context_parallel."""
+    """Plain activations: parameters are sharded over data x context, and sequences by
+    context_parallel."""
     mesh = data_by_context(env)
     everyone = mesh["dp", "cp"]._flatten("dp_cp")
     model = build()
@@ -271,7 +275,8 @@ def tensor_parallel_plain(env: Env) -> None:
 
 
 def tensor_parallel_dtensor(env: Env) -> None:
-    """One mesh of context x tensor: heads over "tp", the sequence over "cp", all as DTensors."""
+    """One mesh of context x tensor: heads over "tp", the sequence over "cp", everything as
+    DTensors."""
     mesh = env.mesh(env.world_size // 2, 2, names=("cp", "tp"))
 
     def place(name, module, mesh):
@@ -287,7 +292,7 @@ def tensor_parallel_dtensor(env: Env) -> None:
 
     model = distribute_module(build(), mesh, place)
     with cp_dispatch.enabled():
-        # Of one short sequence DTensor's linear layer would rather share the rows over "tp".
+        # With one short sequence, DTensor's linear layer would rather share the rows over "tp".
         got = train(model, functools.partial(sequences, mesh), pieces=1, clip=0.5)
     same(got, train(build(), pieces=1, clip=0.5))
 

@@ -1,4 +1,5 @@
-"""``CP_DISPATCH_DEBUG=1``: what one rank refuses, all ranks raise, instead of waiting for it."""
+"""``CP_DISPATCH_DEBUG=1``: if one rank refuses a call, all ranks raise instead of waiting for
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def debug_mode(monkeypatch):
 
 @contextlib.contextmanager
 def refused(mesh, words: str, by: int = 0):
-    """Rank ``by`` raises its own error, the others one that has it."""
+    """Rank ``by`` raises its own error, and the others raise one that contains it."""
     rank = torch.distributed.get_rank()
     with pytest.raises(ContextParallelError) as raised:
         yield
@@ -52,10 +53,10 @@ def refused(mesh, words: str, by: int = 0):
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 def test_in_a_block(words, wrong, uneven):
-    """Also where ranks tell each other their lengths first."""
+    """Also if ranks exchange their lengths first."""
 
     if uneven and ("rows" in words or words == "both given"):
-        words = "attn_mask has [1, "  # those who have none tell a length of 1
+        words = "attn_mask has [1, "  # those without a mask report a length of 1
 
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
@@ -66,7 +67,7 @@ def test_in_a_block(words, wrong, uneven):
         ):
             with refused(mesh, words, by=1):
                 F.scaled_dot_product_attention(*args, **options)
-            F.scaled_dot_product_attention(*own, is_causal=True)  # and they go on together
+            F.scaled_dot_product_attention(*own, is_causal=True)  # and the ranks continue together
 
     on_mesh(2, body)
 
@@ -111,7 +112,7 @@ def test_blocks_that_differ_in_whether_lengths_are_told():
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap], ids=["grad", "vmap"])
 def test_transforms_of_dtensors(transform):
-    """On a mesh of two dims, all of whose ranks wait for each other."""
+    """On a mesh of two dims, in which all ranks wait for each other."""
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -192,7 +193,7 @@ def test_varlen_attn_out_on_one_rank():
 
 @pytest.mark.parametrize("length", [16, 17])
 def test_modules_around_flex_attention(length):
-    """Also where ranks tell each other their lengths first."""
+    """Also if ranks exchange their lengths first."""
 
     class Flex(nn.Module):
         def forward(self, query, key, value):

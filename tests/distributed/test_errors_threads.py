@@ -1,5 +1,5 @@
-"""Where ranks write to each other's rooms, an error on some of them leaves no other waiting, and no
-flag for the next call (:mod:`cp_dispatch.schedules.flags_alone`).
+"""If ranks write to each other's rooms, an error on some of them leaves no other rank waiting, and
+no flag for the next call (:mod:`cp_dispatch.schedules.flags_alone`).
 
 Copy engines are emulated (:mod:`tests.distributed.rooms`).
 """
@@ -38,7 +38,7 @@ def rooms(monkeypatch):
 
 
 class Memory(TorchFunctionMode):
-    """Of one rank: there is none for the allocation of that number and what comes after it."""
+    """The memory of one rank: allocation number ``last``, and all later ones, fail."""
 
     ALLOCATE = {"cat", "clone", "contiguous", "new_empty", "new_zeros", "repeat_interleave", "to"}
 
@@ -56,7 +56,7 @@ class Memory(TorchFunctionMode):
 
 
 class Schedules(dict):
-    """``SCHEDULES``, which run with the memory of their thread's rank."""
+    """``SCHEDULES``, run with the memory of their thread's rank."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class _Limited:
 
     def _within(self, method, args):
         tensor = next(x for x in args if isinstance(x, torch.Tensor))
-        # What is done about an error takes no memory.
+        # Error handling runs on meta tensors, which take no memory.
         with contextlib.nullcontext() if tensor.is_meta else self._memory.mode:
             return method(*args)
 
@@ -101,7 +101,7 @@ CALLS = [
 @pytest.mark.parametrize("schedule, kind", CALLS)
 @pytest.mark.parametrize("failing", [(1,), (0, 2)], ids=str)
 def test_memory_runs_out_anywhere(rooms, monkeypatch, caplog, failing, schedule, kind, where):
-    """Whatever it was for: packing, results, sums."""
+    """Whatever the memory was for: packing, results, sums."""
     how = {"causal": schedule != "one_call"}
     if schedule == "mask":
         how = {"mask": Mask("1hqk", None)}
@@ -125,7 +125,7 @@ def test_memory_runs_out_anywhere(rooms, monkeypatch, caplog, failing, schedule,
         everything, masks = Memory(None), [] if mask is None else [mask.detach()]
         schedules.memory.mode = everything
         with cp_dispatch.enabled(schedule=chosen, layout=layout):
-            for last in itertools.count(step=len(failing)):  # two ranks: every other one
+            for last in itertools.count(step=len(failing)):  # two ranks: every second number
                 memory = Memory(last) if rank in failing else everything
                 schedules.memory.mode = memory if where == "forward" else everything
                 missing = False
@@ -160,7 +160,7 @@ def test_memory_runs_out_anywhere(rooms, monkeypatch, caplog, failing, schedule,
 ])  # fmt: skip
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, causal):
-    """As running out of memory does, in the middle of a call; the next one is right."""
+    """Such as running out of memory in the middle of a call. The next call is right."""
     problem = Problem(heads=2, length=64, dim=16, causal=causal)
     tensors, method = problem.tensors(), getattr(CpuFlash, where)
     failing = threading.Event()
@@ -195,7 +195,8 @@ def test_an_error_of_all_leaves_no_flag(rooms, monkeypatch, where, schedule, cau
 
 
 def failing_at(calls: threading.local, method):
-    """The method, out of memory once a thread's ``calls.left`` have gone well; never without."""
+    """The method, which runs out of memory after ``calls.left`` successful calls of a thread; never
+    if that is not set."""
 
     def fail(*args, **kwargs):
         calls.left = getattr(calls, "left", -1) - 1
@@ -209,8 +210,8 @@ def failing_at(calls: threading.local, method):
 @pytest.mark.parametrize("kind", [None, "head-tail"])
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeypatch, first, kind):
-    """Also at the mirror's diagonal, when shares are on their way, and where ranks run out of
-    memory one sooner than another."""
+    """Also at the mirror's diagonal, while shares are being sent, and if some ranks run out of
+    memory earlier than others."""
     problem = Problem(heads=2, length=64, dim=16, causal=True)
     tensors, method = problem.tensors(), CpuFlash.backward
     layout = HeadTail(64, 4) if kind else None
@@ -239,7 +240,7 @@ def test_a_gathers_backward_that_fails_at_any_tile_leaves_no_flag(rooms, monkeyp
 
 
 def test_a_gathers_backward_whose_room_was_freed_has_one_room_all_the_same(rooms, monkeypatch):
-    """Keys made the one of the shares larger, and a rank that failed looked for flags there."""
+    """The keys enlarged the room of the shares, and a rank that failed looked for flags there."""
     problem = Problem(heads=2, length=64, dim=16)
     tensors, calls, barrier = problem.tensors(), threading.local(), threading.Barrier(2)
     monkeypatch.setattr(CpuFlash, "backward", failing_at(calls, CpuFlash.backward))
@@ -264,7 +265,7 @@ def test_a_gathers_backward_whose_room_was_freed_has_one_room_all_the_same(rooms
 @pytest.mark.parametrize("kind", [None, "mirrored", "head-tail", "documents"])
 @pytest.mark.parametrize("failing", [(1,), (3,), (0, 2), (0, 1, 2, 3)], ids=str)
 def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, kind, name):
-    """On some ranks, at other tiles on each."""
+    """On some ranks, at a different tile on each."""
     problem = Problem(heads=2, length=64, dim=16, causal=True)
     tensors, method = problem.tensors(), getattr(CpuFlash, name)
     schedule = "mirrored_ring" if kind == "mirrored" else "natural_ring"
@@ -301,7 +302,7 @@ def test_an_error_in_a_ring_leaves_no_rank_waiting(rooms, monkeypatch, failing, 
 
 @pytest.mark.parametrize("where", ["the schedule", "the wait"])
 def test_the_calls_own_error_is_the_one_that_is_raised(monkeypatch, caplog, where):
-    """Also where the GPU is lost, so that flags cannot be raised either."""
+    """Also if the GPU is lost, so that flags cannot be raised either."""
     ring = SimpleNamespace(group=None, rank=0, world_size=2, steps=[], may_push=True)
     job = Job(BACKENDS["math"], None, 1.0, ring)
 

@@ -1,4 +1,4 @@
-"""``explain()`` of plain shards inside a block is the plan of the call that runs there."""
+"""``explain()`` of plain shards inside a block gives the plan of the call that runs there."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_uneven_lengths_that_buffers_tell(ran, monkeypatch, balancer, masked):
 
 
 def test_it_does_not_communicate(monkeypatch):
-    """Not of uneven lengths, nor in the debug mode; what it assumes it says."""
+    """Neither for uneven lengths nor in the debug mode. It says what it assumes."""
     monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
 
     def body(mesh):
@@ -127,7 +127,7 @@ def test_it_does_not_communicate(monkeypatch):
 
 
 def test_what_was_assumed_of_a_call_that_it_refuses():
-    """The call may run: another rank holds other lengths."""
+    """The call may run, because another rank has other lengths."""
 
     def body(mesh):
         query, key = torch.randn(1, 1, 7, 8), torch.randn(1, 1, 8, 8)

@@ -1,4 +1,4 @@
-"""Eager calls that were made before: the same bits as the first, without the op, and only where
+"""Eager calls that repeat an earlier one: the same bits as the first, without the op, and only if
 nothing has changed."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD_TAIL = cp_dispatch.HeadTail(128, 4)
 
 
 def counted(monkeypatch) -> list:
-    """How often a call went the whole way to an op, forward or backward."""
+    """Count how often a call went through DTensor's dispatch to an op, forward or backward."""
     calls = []
     for module, name in ((dispatch, "forward_op"), (fast_path, "backward_op")):
         real = getattr(module, name)
@@ -87,13 +87,13 @@ def test_a_second_call_gives_the_same_bits(monkeypatch, problem, options, placem
     with cp_dispatch.enabled(**options):
         on_ranks(body)
     assert calls.count("forward_op") >= 4
-    # A rank's first call goes the whole way and so does its backward, by the op's own autograd;
-    # the second call's backward is the first that comes by here.
+    # A rank's first call goes through DTensor's dispatch, and its backward through the op's own
+    # autograd. The second call's backward is the first that takes the fast path.
     assert len(calls) == 4 + 4 * any(needs)
 
 
 def test_inputs_that_are_redistributed_go_the_whole_way_again(monkeypatch):
-    """The shards at hand are not those that the kernels of the first call got."""
+    """The caller's shards are not those that the kernels of the first call got."""
     calls = counted(monkeypatch)
     tensors = CAUSAL.tensors()[:3]
 
@@ -110,7 +110,7 @@ def test_inputs_that_are_redistributed_go_the_whole_way_again(monkeypatch):
 
 
 def test_a_second_output_has_the_dtype_of_the_query_too():
-    """Where the op's own is another one."""
+    """Also if the op's own output has another one."""
 
     def body(mesh):
         tensors = inputs(mesh, Problem(**BASE, dtype=torch.bfloat16, causal=True), needs=False)[:3]
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_placed_otherwise(placement):
         query, key, value, grad = warm(mesh)
         want = torch.autograd.grad(attend(query, key, value), (query, key, value), grad)
         other = grad.redistribute(placements=[placement])
-        for _ in range(2):  # nor is it taken for a known one
+        for _ in range(2):  # such a call is not taken for a known one either
             got = torch.autograd.grad(attend(query, key, value), (query, key, value), other)
             for a, b in zip(got, want, strict=True):
                 assert torch.equal(a.full_tensor(), b.full_tensor())
@@ -196,7 +196,7 @@ def test_fewer_gradients_than_at_the_calls_before(monkeypatch):
 
 
 def test_what_changes_a_plan_changes_the_call(monkeypatch):
-    monkeypatch.setattr(fast_path, "_known", {})  # which forgets all where there are too many
+    monkeypatch.setattr(fast_path, "_known", {})  # it drops everything when it is full
     calls = counted(monkeypatch)
 
     def body(mesh):
@@ -208,7 +208,7 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
         F.scaled_dot_product_attention(query, key, value)
         F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
         F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        for _ in range(2):  # coins are tossed anew
+        for _ in range(2):  # the dropout mask is drawn anew
             F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.5)
         attend(query.detach().requires_grad_(), key, value)
         attend(*inputs(mesh, Problem(**BASE | {"length": 64}, causal=True), needs=False)[:3])
@@ -243,7 +243,7 @@ def test_slices_of_a_mesh_are_one_and_meshes_of_other_groups_are_not(
 
 
 def test_calls_on_a_mesh_whose_groups_are_destroyed_are_forgotten():
-    """They hold the mesh, that its groups, and those their threads and sockets."""
+    """They hold the mesh, the mesh its groups, and the groups their threads and sockets."""
     fast_path._known.clear()
     for _ in range(3):
         with one_rank() as mesh, cp_dispatch.enabled():
@@ -286,7 +286,8 @@ def test_other_tensors_inside_a_dtensor_go_the_whole_way():
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("first, second", [(None, HEAD_TAIL), (HEAD_TAIL, None)])
 def test_a_checkpoint_recomputed_in_another_order_raises(known, first, second):
-    """Its gradients would be wrong: the backward is the first forward's, its tensors are not."""
+    """Its gradients would be wrong: the backward belongs to the first forward, but the tensors do
+    not."""
     fast_path._known.clear()
 
     def attend(query, key, value):
@@ -312,7 +313,7 @@ def test_a_checkpoint_records_one_way_and_recomputes_the_other(monkeypatch):
     def body(mesh):
         query, key, value, grad = inputs(mesh)
         results = []
-        for _ in range(2):  # records by the op and recomputes without, then without both times
+        for _ in range(2):  # records by the op, recomputes on the fast path; then both on it
             output = checkpoint(attend, query, key, value, use_reentrant=False)
             results.append(torch.autograd.grad(output, (query, key, value), grad))
         for a, b in zip(*results, strict=True):
@@ -344,7 +345,7 @@ def test_writing_into_what_was_saved_is_noticed():
 
 
 def test_writing_into_a_plain_mask_is_noticed():
-    """Gradients were those of the new mask, in silence."""
+    """Gradients were silently those of the new mask."""
 
     def body(mesh):
         query, key, value, grad = warm(mesh)
@@ -358,7 +359,7 @@ def test_writing_into_a_plain_mask_is_noticed():
         mask.fill_(True)
         with pytest.raises(RuntimeError, match="attn_mask.* is at version 1; expected version 0"):
             torch.autograd.grad(output, query, grad)
-        mask.tril_()  # a checkpoint asks for what it finds at last
+        mask.tril_()  # a checkpoint uses the mask as it is in the backward
         got = torch.autograd.grad(again, query, grad)[0]
         assert torch.equal(got.to_local(), want.to_local())
 
@@ -368,7 +369,7 @@ def test_writing_into_a_plain_mask_is_noticed():
 
 @pytest.mark.parametrize("known", [False, True])
 def test_writing_into_what_hooks_have_copied_is_fine(known):
-    """A model that writes into the output raised at its second step, not at its first."""
+    """A model that writes into the output raised at its second step, but not at its first."""
     fast_path._known.clear()
 
     def written(query, key, value):
@@ -384,13 +385,13 @@ def test_writing_into_what_hooks_have_copied_is_fine(known):
             fast_path._known.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
             copied = written(*leaves)
-        # It recomputes up to what attention saves.
+        # The checkpoint recomputes up to what attention saves.
         for output in (copied, checkpoint(written, *leaves, use_reentrant=False)):
             for a, b in zip(torch.autograd.grad(output, leaves, grad), want, strict=True):
                 assert torch.equal(a.to_local(), b.to_local())
         if not known:
             fast_path._known.clear()
-        # And up to what sin() saves, which comes after what writes into that.
+        # Up to what sin() saves, which comes after the write into the output.
         output = checkpoint(written_and_read, *leaves, use_reentrant=False)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(output, leaves, grad)
@@ -400,7 +401,7 @@ def test_writing_into_what_hooks_have_copied_is_fine(known):
 
 
 def test_what_remembers_calls_holds_no_indices_of_positions():
-    """Of long rows they take MiBs, and documents may come in another layout at every step."""
+    """With long rows these take MiBs, and documents may have another layout at every step."""
     fast_path._known.clear()
 
     def indices_of_what_ran():
@@ -450,7 +451,7 @@ def test_no_gradient_and_none_wanted():
         assert torch.equal(output.detach().to_local(), again.to_local().clone())
         (dv,) = torch.autograd.grad(output, value, grad)
         assert isinstance(dv, DTensor)
-        # What comes after it has no gradient for its output.
+        # The function after attention returns no gradient for it.
         after = NoGradient.apply(attend(query, key, value))
         grads = torch.autograd.grad(after, (query, key, value), grad, allow_unused=True)
         assert grads == (None, None, None)
@@ -460,7 +461,7 @@ def test_no_gradient_and_none_wanted():
 
 
 def test_equal_meshes_do_not_share(monkeypatch):
-    """Each mesh has its own groups; a call on one must not wait in those of the other."""
+    """Each mesh has its own groups. A call on one mesh must not wait in the groups of the other."""
     thread = threading.local()
     forward = Repeated.forward
 
@@ -486,7 +487,7 @@ def test_equal_meshes_do_not_share(monkeypatch):
 
 
 def test_after_an_error_no_job_of_an_earlier_group_answers(monkeypatch):
-    """Names of groups repeat; what could not be looked up for the new one is looked up again."""
+    """Names of groups repeat. What could not be looked up for the new group is looked up again."""
     found = types.SimpleNamespace(group="first")
 
     def job_of(*_, backward):

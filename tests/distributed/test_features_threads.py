@@ -1,4 +1,5 @@
-"""Masks, bias gradients, decoding, any rank and length on ranks in threads, against float64."""
+"""Masks, bias gradients, decoding, and inputs of any rank and length, on ranks in threads, against
+float64."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ FAMILIES = {
 CASES = {
     f"{family}: {name}": case for family, cases in FAMILIES.items() for name, case in cases.items()
 }
-# Two dims here where each shards another thing; the sequence over both needs real processes.
+# Two dims here only if each shards something else. The sequence over both needs real processes.
 MESHES = {
     name: case
     for name, case in calls.two_dims(replace(BASE, length=100, batch=3)).items()
@@ -48,7 +49,7 @@ def matches(case: calls.Case, world_size: int, kernel: str | None = None) -> Non
 
     with cp_dispatch.enabled(), calls.only(kernel):
         outcomes = run_threads(world_size, rank_body)
-    # Every rank has gathered the whole: judge one, the others are the same.
+    # Every rank has gathered the whole results. Judge one; the others are the same.
     calls.judge(case, CPU, kernel, *outcomes[0])
     for results, _ in outcomes[1:]:
         for mine, first in zip(results, outcomes[0][0], strict=True):
@@ -102,7 +103,7 @@ def test_float16_overflows_as_on_one_device():
 
 @pytest.mark.parametrize("schedule", ["ring", "auto"])
 def test_a_plain_mask_is_that_of_every_rank(schedule):
-    """A plain mask's whole is given on each rank, and the schedule that was asked for is kept."""
+    """Each rank passes the whole plain mask, and the schedule that was requested is kept."""
     case = calls.masked(replace(BASE, length=120), shape="1hqk", dtype=None)
 
     def rank_body(rank: int):
@@ -115,7 +116,7 @@ def test_a_plain_mask_is_that_of_every_rank(schedule):
 
 
 def test_replicated_call_takes_masks_too():
-    """Without a sharded sequence a rank computes alone."""
+    """If the sequence is not sharded, a rank computes alone."""
     for placed in (None, (Replicate(),)):
         case = calls.masked(BASE, placed, (Replicate(),), shape="b1qk", blind=True)
         matches(case, 2)

@@ -1,5 +1,5 @@
 """``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` on sharded inputs in eval mode, where
-torch calls one fused op that holds attention; ``modules.py`` trains them."""
+torch calls one fused op that includes attention. ``modules.py`` trains them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.spawn import TORCH_2_13
 from tests.distributed.threads import run_threads
 
 LENGTH, RANKS = 24, 2
-# DTensor of torch 2.11 has no linear layer on a batch of several sharded sequences.
+# DTensor of torch 2.11 does not support a linear layer on a batch of several sharded sequences.
 BATCH = 2 if TORCH_2_13 else 1
 
 
@@ -87,7 +87,7 @@ def test_eval(name, mode, causal, padded):
         mesh = init_device_mesh("cpu", (RANKS,))
         sharded = distribute_module(copy.deepcopy(model), mesh)
         with MODES[mode]():
-            for placed in (False, True):  # a plain padding mask, and one that is sharded
+            for placed in (False, True):  # a plain padding mask, and a sharded one
                 given = dict(masks)
                 if padded and placed and not causal:
                     key = "src_key_padding_mask"
@@ -97,7 +97,7 @@ def test_eval(name, mode, causal, padded):
                 torch.testing.assert_close(got.full_tensor(), want)
 
     with warnings.catch_warnings(), cp_dispatch.enabled():
-        warnings.simplefilter("ignore")  # of nested tensors, prototypes
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
         run_threads(RANKS, body)
 
 

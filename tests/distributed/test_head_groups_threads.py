@@ -1,4 +1,5 @@
-"""Gathers of one group of key heads after the other, where all heads' keys are too many."""
+"""Gathers of one group of key heads after another, for calls in which the keys of all heads take
+too much memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.distributed.threads import run_threads
 
 
 def limit(monkeypatch, problem: Problem, groups: int) -> None:
-    """Room for the keys of one of so many groups and no more."""
+    """Allow memory for the keys of one of ``groups`` groups, and no more."""
     size = shard_bytes(problem, problem.length)
     monkeypatch.setattr(settle, "LARGEST", -(-size // groups))
 
@@ -81,7 +82,8 @@ def test_masks_and_their_gradients(monkeypatch, mask, where):
 def test_heads_that_tensor_parallel_ranks_do_not_share_evenly(
     monkeypatch, heads, causal, mask, where, transport
 ):
-    """Of 3 ranks the last one has fewer than the others, or none: no groups of one size."""
+    """Of 3 ranks the last one has fewer heads than the others, or none, so there are no groups of
+    equal size."""
     rooms = Rooms(monkeypatch) if transport == "rooms" else None
     problem = Problem(batch=2, heads=heads, length=48, dim=16, causal=causal, mask=mask)
     tensors, kernel = problem.tensors(), "math" if mask else "cpu_flash"

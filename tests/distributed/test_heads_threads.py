@@ -23,7 +23,7 @@ from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
 
 KERNELS = ("cpu_flash", "math")
-# Query and key heads: grouped, one for all, groups that ranks cut, not as many on every rank.
+# Query and key heads: grouped, one for all, groups that ranks split, and unequal numbers per rank.
 HEADS = [(4, 2), (4, 1), (12, 3), (5, 5)]
 
 
@@ -36,7 +36,8 @@ def judge(
     problem, world_size, schedule, kernel=None, shape=None, placements=None, granted=None,
     balancer=None, **how,
 ):  # fmt: skip
-    """Exact, by the schedule that was asked for (or ``granted``); returns the plan."""
+    """Check that the result is exact, by the requested schedule (or ``granted``). Returns the
+    plan."""
     tensors = problem.tensors()
     want = exact(problem, tensors)
     alone = one_device(problem, tensors, kernel or "math")
@@ -61,7 +62,7 @@ def judge(
 
 @pytest.fixture
 def stages(monkeypatch):
-    """As many stages as heads allow, however short the shards."""
+    """As many stages as the number of heads allows, however short the shards are."""
     in_stages(monkeypatch, 4)
 
 
@@ -92,7 +93,7 @@ def test_hybrid(heads, world_size, ranks, length, causal):
 @pytest.mark.parametrize("world_size", [2, 4])  # 104 is twice a multiple of 4 groups
 def test_hybrid_balances_the_ring_across_groups(monkeypatch, world_size):
     monkeypatch.setattr("cp_dispatch.settle.estimates", lambda *_: (1.0, 0.0))
-    # A shape of its own: plans are kept.
+    # A shape that no other test uses, because plans are cached.
     problem = Problem(heads=4, key_heads=2, length=104, dim=24, causal=True)
     plan = judge(problem, 2 * world_size, "hybrid:2", "cpu_flash")
     assert plan.across == "mirrored_ring"
@@ -123,7 +124,7 @@ PUSHED = {
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("case", PUSHED)
 def test_copy_engines_put_heads_where_kernels_read_them(monkeypatch, case, staged, kernel):
-    """With rooms that ranks write to, each read before it is written again."""
+    """With rooms that ranks write to. Each is read before it is written again."""
     rooms = Rooms(monkeypatch)
     if staged:
         in_stages(monkeypatch, 4)
@@ -138,15 +139,16 @@ def test_copy_engines_put_heads_where_kernels_read_them(monkeypatch, case, stage
         names |= {"heads 10", "heads 11"} if stages > 1 else {"heads 10"}
     if stages > 1:
         names |= {"heads 01"}
-    if "key_length" in fields or fields["key_heads"] % 4:  # dK and dV in a message of their own
+    if "key_length" in fields or fields["key_heads"] % 4:  # dK and dV in a separate message
         names |= {"halves", "heads home 11"} if stages > 1 else {"halves"}
-    if stages > 2:  # one goes home while another comes
+    if stages > 2:  # one is returned while another arrives
         names |= {"heads home 00", "heads home 01"}
     assert rooms.used == names
 
 
 def test_rows_in_many_places_are_not_pushed(monkeypatch):
-    """Each copy costs the host time; with a row of its own for each of 20 there are too many."""
+    """Each copy costs the host time. If each of 20 batch rows has its own layout, there are too
+    many copies."""
     rooms = Rooms(monkeypatch)
     problem = Problem(batch=20, heads=4, length=32, dim=8, causal=True)
     judge(problem, 2, "ulysses", "cpu_flash")
@@ -154,7 +156,7 @@ def test_rows_in_many_places_are_not_pushed(monkeypatch):
 
 
 def test_copy_engines_leave_the_order_that_masks_lie_in(monkeypatch):
-    """That of the shards, where nothing is masked by position."""
+    """The order of the shards, if nothing is masked by position."""
     rooms = Rooms(monkeypatch)
     problem = Problem(batch=2, heads=4, length=64, dim=16, mask=Mask("1hqk", None, needs_grad=True))
     layout, where = HeadTail(64, 4), [Replicate()]
@@ -220,7 +222,7 @@ def test_different_lengths(schedule, lengths, causal):
     ("hybrid:2", HeadTail(7, 4)),
 ], ids=["halves", "near", "head-tail of 7"])  # fmt: skip
 def test_orders_that_are_their_own_inverse(schedule, balancer):
-    """Are no natural orders for that."""
+    """Such orders must not be taken for natural order."""
     there, back = balancer.indices, balancer.inverse
     assert torch.equal(there, back) or schedule != "ulysses", there
     assert not torch.equal(there[0], torch.arange(there.size(1)))
@@ -236,7 +238,7 @@ def test_needs(schedule, needs):
 
 
 def test_without_gradients_of_keys_that_ranks_share_in_16_bits():
-    """Whose kernels get every query head its own key head."""
+    """The kernels get a separate key head for every query head."""
     problem = Problem(length=64, heads=8, key_heads=1, dim=8, dtype=torch.bfloat16)
     judge(problem, 2, "ulysses", "cpu_flash", needs=(True, False, False))
 
@@ -259,7 +261,8 @@ def test_masks_of_keys(schedule, mask):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["head-tail", "documents of each row"])
 def test_masks_of_layouts(kind, schedule, mask):
-    """Whole masks go by true positions, those sharded over keys lie as the keys do."""
+    """Whole masks are in true positions. Masks that are sharded over keys are in the order of the
+    keys."""
     problem = Problem(batch=2, heads=4, length=64, dim=16, mask=mask)
     balancer = balancers(64, 4, 2)[kind]
     judge(problem, 4, schedule, "math", balancer=balancer, mask_placements=[Replicate()])
@@ -269,7 +272,7 @@ def test_masks_of_layouts(kind, schedule, mask):
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])
 def test_a_mask_that_differs_by_row_is_a_rings(schedule):
-    """Each rank would have to hold all rows of it."""
+    """Each rank would have to hold all rows of the mask."""
     problem = Problem(batch=2, heads=4, length=50, dim=16, mask=Mask("b1qk"))
     tensors = problem.tensors()
     want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
@@ -305,10 +308,11 @@ def test_what_does_not_fit_is_a_ring_and_says_why(schedule, granted):
     ((2, 3), [Shard(2), Shard(1)]),
 ], ids=str)  # fmt: skip
 def test_meshes(shape, placements, schedule):
-    """Data, heads or a second dim of the sequence beside; 7 heads over 3 ranks leave one 1."""
+    """With a mesh dim for data, for heads or for the sequence as well. 7 heads over 3 ranks leave
+    one rank a single head."""
     problem = Problem(batch=4, heads=7, length=61, causal=True)
     ranks = [n for n, p in zip(shape, placements, strict=True) if p == Shard(2)]
-    # Two ranks are no two groups of more than one.
+    # Two ranks do not make two groups of more than one rank.
     granted = "ulysses" if ranks == [2] else None
     size = torch.Size(shape).numel()
     plan = judge(problem, size, schedule, "cpu_flash", shape, placements, granted)
@@ -319,7 +323,7 @@ def test_meshes(shape, placements, schedule):
 @pytest.mark.parametrize("pushed", [False, True])
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2)], ids=str)
 def test_layouts_of_batch_rows_that_other_ranks_hold(monkeypatch, ranks, pushed):
-    """Or this one, whose rows lie in as many pieces as documents make."""
+    """Or that this rank holds, with rows in as many pieces as the documents make."""
     rooms = Rooms(monkeypatch) if pushed else None
     problem = Problem(batch=4, heads=4, length=24, dim=128, causal=True)
     rows = PerDocumentHeadTail([[24], [20, 4], [7, 17], [9, 15]], 2)
@@ -359,8 +363,8 @@ def test_dropout_drops_the_same_pairs(monkeypatch, kind, schedule):
 
 @pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])
 def test_ranks_without_rows_or_heads(schedule):
-    """5 rows on 4 ranks leave one none; 3 heads over 2 ranks for heads leave one fewer than CP, 4
-    over 3 ranks leave one none."""
+    """5 rows on 4 ranks leave one rank none. 3 heads over 2 ranks for heads leave one rank fewer
+    than CP; 4 heads over 3 ranks leave one rank none."""
     judge(Problem(heads=4, length=5, causal=True), 4, schedule, "math")
     judge(
         Problem(heads=3, length=10, causal=True), 4, schedule, "math", (2, 2),

@@ -1,7 +1,7 @@
-"""Unmodified Hugging Face models, trained 20 steps: the losses are those of one process.
+"""Unmodified Hugging Face models, trained for 20 steps: the losses are those of one process.
 
 Through DTensors and through ``context_parallel``. Windows are longer than a shard of four ranks and
-shorter than one of two, so a mask made from a shard's length would be left out or cut.
+shorter than one of two, so a mask that is made from a shard's length would be omitted or cut.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(kind: str, device="cpu", **options):
     if kind == "Mistral":
         config = transformers.MistralConfig(**sizes | {"sliding_window": WINDOW} | options)
         return transformers.MistralForCausalLM(config).to(device)
-    # Biases in its projections; the first layer sees everything, the second a window.
+    # Biases in the projections. The first layer sees everything, the second a window.
     window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     config = transformers.Qwen2Config(**sizes | window | options)
     assert config.layer_types == ["full_attention", "sliding_attention"] or options
@@ -50,7 +50,7 @@ def build(kind: str, device="cpu", **options):
 
 @functools.cache
 def batches(count: int, rows: int = 1):
-    """Two batches in turn, so that there is something to learn."""
+    """Two batches in turn, so that the model can learn something."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (2, rows, LENGTH + 1), generator=generator)
     pairs = [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in tokens]
@@ -58,7 +58,8 @@ def batches(count: int, rows: int = 1):
 
 
 def padding(rows: int) -> torch.Tensor:
-    """The first row begins with padding, the last one ends with it: other ranks, other parts."""
+    """The first row begins with padding and the last one ends with it, so ranks hold different
+    parts."""
     seen = torch.ones(rows, LENGTH, dtype=torch.int64)
     seen[0, :10] = 0
     seen[-1, -5:] = 0
@@ -66,7 +67,7 @@ def padding(rows: int) -> torch.Tensor:
 
 
 def train(model, forward, summed=lambda x: x, rows=1, steps=STEPS) -> list[float]:
-    """Losses of some steps; ``forward`` gives a rank's part of the loss."""
+    """Losses of some steps; ``forward`` returns a rank's part of the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses = []
     for batch in batches(steps, rows):
@@ -82,7 +83,7 @@ def train(model, forward, summed=lambda x: x, rows=1, steps=STEPS) -> list[float
 
 
 def loss_of(logits, labels, seen=None, total=None):
-    """This rank's part of the mean over all tokens that are no padding, ``total`` of them."""
+    """This rank's part of the mean over the ``total`` tokens that are not padding."""
     labels = labels if seen is None else labels.masked_fill(seen == 0, -100)
     total = LENGTH * labels.size(0) if total is None else total
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / total
@@ -111,7 +112,7 @@ def same(got, want) -> None:
 
 
 def window_bites(kind: str, want: list[float], steps: int) -> None:
-    """A model that lost its window would have other losses."""
+    """Check that a model that lost its window would have different losses."""
     without = one_process(build(kind, sliding_window=10 * LENGTH), steps=steps)  # on CPU
     assert abs(without[steps - 1] - want[steps - 1]) > 1e-3, (without, want)
 
@@ -124,8 +125,8 @@ def by_dtensors(env: Env, kind: str, balancer=None) -> None:
     layout = cp_dispatch.HeadTail(LENGTH, env.world_size) if balancer else None
     order = torch.arange(LENGTH) if layout is None else layout.indices[0]
     order = order.to(env.device)
-    # In a layout positions jump, which these models take for packed documents unless they get a
-    # padding mask: a plain one goes by true positions.
+    # In a layout positions jump. These models take that for packed documents unless they get a
+    # padding mask. A plain one is in true positions.
     seen = None if layout is None else torch.ones(1, LENGTH, device=env.device)
 
     def forward(model, *data):
@@ -144,7 +145,7 @@ def by_dtensors(env: Env, kind: str, balancer=None) -> None:
 
 
 def in_block(env: Env, balancer, seen=None, positions=None):
-    """A forward whose inputs are buffers of a block."""
+    """A forward whose inputs are the buffers of a block."""
 
     def forward(model, tokens, labels):
         where = torch.arange(LENGTH).repeat(tokens.size(0), 1) if positions is None else positions
@@ -164,7 +165,8 @@ def in_block(env: Env, balancer, seen=None, positions=None):
 
 
 def by_context(env: Env, kind: str, balancer, seen=None) -> None:
-    """``seen``: the padding mask, which in head-tail order must be there, if only of ones."""
+    """``seen`` is the padding mask. In head-tail order it must be given, even if it contains only
+    ones."""
     rows = 1 if seen is None else seen.size(0)
     padded = seen is not None and not bool(seen.all())
     want = one_process(build(kind, env.device), padded, rows)
@@ -176,7 +178,7 @@ def by_context(env: Env, kind: str, balancer, seen=None) -> None:
 
 
 def ready_masks(env: Env, kind: str) -> None:
-    """Masks made by the caller, one for each kind of layer, go by true positions in any order."""
+    """Masks made by the caller, one for each kind of layer, are in true positions in any order."""
     want = one_process(build(kind, env.device), steps=5)
     keys = torch.arange(LENGTH, device=env.device)
     rows = keys[:, None]
@@ -192,7 +194,8 @@ def ready_masks(env: Env, kind: str) -> None:
 
 
 def compiled(env: Env) -> None:
-    """In graphs masks are ready in a block, and plain beside DTensors; else the model raises."""
+    """In graphs the caller makes the masks, both in a block and as plain tensors next to DTensors.
+    Otherwise the model raises."""
     model, mesh = build("Qwen2", env.device), env.mesh()
     tokens, labels = (x.to(env.device) for x in batches(1)[0])
     want = loss_of(model(tokens).logits, labels).item()
@@ -207,7 +210,7 @@ def compiled(env: Env) -> None:
     assert abs(all_summed(env)(got.detach()).item() - want) <= 1e-4 * want
     with pytest.raises(Exception, match="rows and this rank's keys"):
         inside(in_graph, tokens.clone(), labels.clone())
-    torch._dynamo.reset()  # else the length is dynamic, which plain masks beside DTensors are not
+    torch._dynamo.reset()  # otherwise the length is dynamic, unlike plain masks next to DTensors
     sharded = torch.compile(distribute_module(model, mesh), backend="aot_eager")
     data = [distribute(x, mesh, [Shard(1)]) for x in (tokens, labels, keys[None])]
     with cp_dispatch.enabled():
@@ -218,20 +221,20 @@ def compiled(env: Env) -> None:
 
 
 def refused_on_every_rank(env: Env) -> None:
-    """What one rank cannot know of another is refused by all, and says what to do."""
+    """What one rank cannot know about another is refused by all, with what to do."""
     model = build("Qwen2", env.device)
     tokens, labels = (x.to(env.device) for x in batches(1)[0])
     packed = torch.cat([torch.arange(LENGTH - 7), torch.arange(7)])[None]
     ones = torch.ones(1, LENGTH, dtype=torch.int64)
     for words, balancer, positions in (
-        # The last rank's own positions have no jump: alone it would go on, and wait.
+        # The last rank's own positions have no jump. Alone it would continue, and wait.
         ("attention_mask of ones", HEAD_TAIL, None),
         ("attention_mask of ones", None, packed),
     ):
         with pytest.raises(cp_dispatch.ContextParallelError, match=words):
             in_block(env, balancer, positions=positions)(model, tokens.clone(), labels.clone())
     inside = in_block(env, HEAD_TAIL, ones)
-    # As transformers has called it since some version after 5.17, and before.
+    # The names that transformers uses since some version after 5.17, and those before.
     names = set(inspect.signature(model.forward).parameters) & {"cache", "past_key_values"}
     cache = {name: transformers.DynamicCache(config=model.config) for name in names}
     assert len(cache) == 1
@@ -242,12 +245,13 @@ def refused_on_every_rank(env: Env) -> None:
     with pytest.raises(cp_dispatch.ContextParallelError, match="order of the shards is"):
         with cp_dispatch.context_parallel(env.mesh()):
             model(whole[0])
-    plain = model(tokens).logits  # outside of a block nothing is left over
+    plain = model(tokens).logits  # outside a block nothing is left over
     assert torch.equal(plain, build("Qwen2", env.device)(tokens).logits)
 
 
 def padding_of_a_whole_shard(env: Env) -> None:
-    """Positions that begin behind it count from 0 on a later rank, and are right."""
+    """If padding fills a rank's shard, positions that start after it count from 0 on a later rank,
+    and are right."""
     model = build("Llama", env.device)
     tokens = batches(1)[0][0].to(env.device)
     seen = torch.ones(1, LENGTH, dtype=torch.int64, device=env.device)
@@ -266,8 +270,8 @@ def padding_of_a_whole_shard(env: Env) -> None:
 
 
 def positions_not_given(env: Env) -> None:
-    """A model counts those of each shard from 0: refused on every rank, also on those that hold
-    just these."""
+    """A model counts the positions of each shard from 0. That is refused on every rank, also on
+    those whose positions these are."""
     model = build("Qwen2", env.device)
     tokens = batches(1)[0][0].to(env.device)
     ones = torch.ones(1, LENGTH, dtype=torch.int64, device=env.device)
@@ -296,7 +300,8 @@ def positions_not_given(env: Env) -> None:
 
 
 def frequencies_by_length(env: Env) -> None:
-    """A rank would take those of its own longest position: refused, and right where all agree."""
+    """A rank would use the frequencies of its own longest position. That is refused, and right if
+    all agree."""
     tokens = batches(1)[0][0]
     for limit in LENGTH // 4, LENGTH:
         rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
@@ -315,7 +320,8 @@ def frequencies_by_length(env: Env) -> None:
 
 @torch.no_grad()
 def whole_mask_beside_a_cache(env: Env) -> None:
-    """The model counts a new cache's keys, a shard of them, not the mask; other lengths raise."""
+    """The model takes the length from a new cache's keys, which are a shard's, and not from the
+    mask. Other lengths raise."""
     model = build("Llama", env.device)
     tokens = batches(1, 2)[0][0].to(env.device)
     seen = padding(2).to(env.device)
@@ -333,8 +339,9 @@ def whole_mask_beside_a_cache(env: Env) -> None:
 
 
 def shards_of_a_row(env: Env) -> None:
-    """Transformers takes one row as decoding, which is not causal: wrong where all ranks have one,
-    a mismatch where one has. Without rows its layers raise, and the other ranks would wait."""
+    """Transformers takes one row for decoding, which is not causal. That is wrong if all ranks have
+    one row, and a mismatch if only one rank does. Without rows its layers raise, and the other
+    ranks would wait."""
     model = build("Qwen2", env.device)
     for length in (env.world_size, 2 * env.world_size - 1, 1):
         buffers = [batches(1)[0][0][:, :length].to(env.device, copy=True)]
@@ -347,7 +354,7 @@ def shards_of_a_row(env: Env) -> None:
 
 
 def small(kind: str):
-    """Models that make their masks in other ways, in eval mode."""
+    """Models that make their masks in different ways, in eval mode."""
     torch.manual_seed(0)
     wide = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4}
     wide |= {"num_hidden_layers": 2, "attn_implementation": "sdpa", "use_cache": False}
@@ -373,7 +380,7 @@ def small(kind: str):
 
 
 def layers_that_are_no_attention(env: Env) -> None:
-    """Their states stay within a shard: refused on every rank."""
+    """The states of these layers stay within a shard, so they are refused on every rank."""
     config = transformers.MiniMaxConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2,
@@ -390,8 +397,8 @@ def layers_that_are_no_attention(env: Env) -> None:
 
 
 def positions_of_its_own(env: Env) -> None:
-    """Models that make masks without positions: refused on every rank alike, where they would
-    count them from 0, and right where they are given."""
+    """Models that make masks without positions would count them from 0. They are refused on every
+    rank alike, and right if positions are given."""
     tokens = batches(1)[0][0]
     every = list(range(env.world_size))
     for kind, words in (
@@ -413,7 +420,8 @@ def positions_of_its_own(env: Env) -> None:
 
 
 def same_logits(env: Env, model, balancer) -> None:
-    """Of buffers of a block, in head-tail order beside an attention_mask of ones."""
+    """Compare the logits from buffers of a block. In head-tail order an attention_mask of ones is
+    passed."""
     tokens = batches(1)[0][0].to(env.device)
     want = model(tokens).logits
     named = {"position_ids": torch.arange(LENGTH, device=env.device)[None]}
@@ -430,7 +438,7 @@ def same_logits(env: Env, model, balancer) -> None:
 
 
 def same_by_dtensors(env: Env, model) -> None:
-    """Whole positions that a model makes by itself are plain tensors, replicated by torch."""
+    """Whole positions that a model makes itself are plain tensors, which torch replicates."""
     tokens = batches(1)[0][0].to(env.device)
     want = model(tokens, decoder_input_ids=tokens).logits
     distribute_module(model, env.mesh())
@@ -442,7 +450,8 @@ def same_by_dtensors(env: Env, model) -> None:
 
 
 def masks_of_other_models(env: Env) -> None:
-    """A mask that a model wants although none is needed; chunks in an order with a mask of ones."""
+    """A mask that a model wants although none is needed; and chunks, in a layout, with a mask of
+    ones."""
     with torch.no_grad():
         for balancer in None, HEAD_TAIL:
             for kind in "Falcon", "Llama 4":
@@ -450,7 +459,7 @@ def masks_of_other_models(env: Env) -> None:
 
 
 def attention_that_is_not_seen(env: Env) -> None:
-    """It would stay within a shard, and does again outside of the block."""
+    """It would stay within a shard, and does so again outside the block."""
     model = build("Llama", env.device)
     tokens = batches(1)[0][0].to(env.device)
     for kind, instead in (
@@ -470,8 +479,9 @@ def attention_that_is_not_seen(env: Env) -> None:
 
 
 def window_of_a_style(env: Env) -> None:
-    """A module in a style gets the mask that was made outside, which is none where a shard is no
-    longer than the window, although the sequence is: refused, and right without a window."""
+    """A module in a style gets the mask that was made outside it. That mask is None if a shard is
+    no longer than the window, although the sequence is. This is refused; without a window it is
+    right."""
     mesh = env.mesh()
     tokens = batches(1)[0][0].to(env.device)
     own = tokens.chunk(env.world_size, 1)[env.rank]

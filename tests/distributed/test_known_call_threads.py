@@ -1,5 +1,5 @@
-"""Known calls of ``one_call`` and of heads, beside ranks that go the whole way, after errors and in
-new rooms."""
+"""Known calls of ``one_call`` and of heads: together with ranks that go through DTensor's dispatch,
+after errors, and in new rooms."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def rooms(monkeypatch):
     monkeypatch.setattr(CpuFlash, "prefix_forward", prefix_forward)
     monkeypatch.setattr(CpuFlash, "prefix_backward", prefix_backward)
     rooms = Rooms(monkeypatch)
-    rooms.most_views = 64  # what is known is one
+    rooms.most_views = 64  # a known call counts as one
     return rooms
 
 
 class Case:
-    """A problem and its results, made before ranks run: switches of kernels are the process's."""
+    """A problem and its results. They are made before ranks run, because switches of kernels belong
+    to the process."""
 
     def __init__(self, length: int, batch: int = 1, schedule: str = "one_call", **how):
         fields = {"heads": 4, "key_heads": 2, "dim": 16, "causal": True} | how
@@ -47,7 +48,7 @@ class Case:
 
 
 class Calls:
-    """The same problem on a rank, again and again."""
+    """Repeated calls of the same problem on a rank."""
 
     def __init__(self, case: Case, rank: int, world_size: int, layout=None):
         self.problem, self.tensors, self.want = case.problem, case.tensors, case.want
@@ -61,7 +62,8 @@ class Calls:
         own = tensor.chunk(self.mesh.size(), 2)[self.rank].clone()
         if token_major:
             own = own.transpose(1, 2).contiguous().transpose(1, 2)
-        # One spec however the shard lies, so that nothing else tells calls apart.
+        # One spec for every memory layout of the shard, so that nothing else distinguishes the
+        # calls.
         return DTensor.from_local(
             own, self.mesh, [Shard(2)], run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
@@ -91,7 +93,7 @@ def run(world_size: int, body) -> dict[str, int]:
 
 
 def assert_nothing_is_known(rooms: Rooms, case: Case, world_size: int) -> None:
-    """Right at every call, by the whole way."""
+    """Right at every call, always through DTensor's dispatch."""
 
     def body(rank):
         calls = Calls(case, rank, world_size)
@@ -111,7 +113,7 @@ def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size
     def body(rank):
         calls = Calls(case, rank, world_size)
         for i in range(6):
-            # Strides of another kind each time, on one rank.
+            # On one rank, strides of another kind at each call.
             calls.check(token_major=rank > 0 or i % 2 == 0)
 
     calls = run(world_size, body)
@@ -123,7 +125,7 @@ def test_a_rank_that_goes_the_whole_way_beside_ranks_that_know(rooms, world_size
 
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_rooms_that_others_take_the_place_of(rooms, schedule):
-    """By a longer call; what was known is learned anew, in the new rooms."""
+    """A longer call replaces the rooms. What was known is learned again, in the new rooms."""
 
     cases = Case(32, schedule=schedule), Case(96, batch=2, schedule=schedule)
 
@@ -179,7 +181,7 @@ def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, fa
 
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_without_gradients_of_keys(rooms, schedule):
-    """A backward of the query alone is none that was learned."""
+    """A backward of the query alone was not learned."""
 
     case = Case(32, schedule=schedule)
 
@@ -223,7 +225,7 @@ def test_a_checkpoint_that_recomputes_a_known_call_in_another_order_raises(rooms
 
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_nothing_is_known_of_a_negative_scale(rooms, schedule):
-    """Of which kernels get the size, and queries the sign."""
+    """Kernels get its absolute value, and the queries get its sign."""
     assert_nothing_is_known(rooms, Case(32, schedule=schedule, scale=-0.3, causal=False), 2)
 
 
@@ -240,14 +242,14 @@ HEADS = {
     "thin rows packed, others not": {"dim": 128, "heads": 32, "key_heads": 4, "batch": 2},
     "wide rows": {"dim": 128, "heads": 16, "key_heads": 16, "layout": HeadTail(64, 4)},
     "bfloat16": {"dtype": torch.bfloat16, "key_heads": 4},
-    "a head dim of 1": {"dim": 1, "batch": 2},  # moved as the logsumexp is
+    "a head dim of 1": {"dim": 1, "batch": 2},  # sent in the same way as the logsumexp
 }
 
 
 @pytest.mark.parametrize("case", HEADS)
 def test_known_calls_of_heads(rooms, case):
-    """By what was learned, which is what the whole way gives: the first backward makes a larger
-    room than its forward had, and one more call learns anew."""
+    """They give what the calls through DTensor's dispatch give. The first backward makes the room
+    larger than its forward did, so one more call is learned again."""
     how = {"heads": 8, "key_heads": 8, "layout": None} | HEADS[case]
     layout = how.pop("layout")
     case = Case(64, schedule="ulysses", **how)
@@ -277,13 +279,14 @@ def test_nothing_is_known_of_heads_dealt_unevenly(rooms, case):
 
 
 def test_nothing_is_known_of_heads_in_stages(rooms, monkeypatch):
-    in_stages(monkeypatch, 2)  # each of some heads of every rank
+    in_stages(monkeypatch, 2)  # each with some of the heads of every rank
     assert_nothing_is_known(rooms, Case(64, schedule="ulysses", heads=8, key_heads=8), 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_batch_rows_with_layouts_of_their_own(rooms, groups):
-    """Are kernel calls of their own: known is one row, where others have others."""
+    """Each row is a kernel call of its own. A call is known if the rank holds one row, even if
+    other ranks hold different rows."""
     layout = PerDocumentHeadTail([[24], [20, 4]], 2)
     problem = Problem(batch=2, heads=4, length=24, dim=8, causal=True)
     tensors = problem.tensors()
@@ -303,7 +306,7 @@ def test_batch_rows_with_layouts_of_their_own(rooms, groups):
 
 
 def test_nothing_is_known_of_no_batch_row(rooms):
-    """Of which there is nothing to send, nor anything that kernels take."""
+    """There is nothing to send, and nothing that kernels accept."""
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -319,7 +322,8 @@ def test_nothing_is_known_of_no_batch_row(rooms):
 
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
-    """Whose copies are the side stream's: waited for, and told once what came has been read."""
+    """Copies run on the side stream. They are waited for, and it is signalled once what arrived has
+    been read."""
     for module in (known_call, known_heads, mailbox, pushed_heads):
         monkeypatch.setattr(module, "on_default_stream", lambda device: False)
     case = Case(32, schedule=schedule)
@@ -327,8 +331,8 @@ def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
     def body(rank):
         calls = Calls(case, rank, 2)
         for i in range(10):
-            calls.check(token_major=i < 5)  # else they are packed first
-        # After a backward of one_call the push of shares has waited until the keys were read.
+            calls.check(token_major=i < 5)  # otherwise they are packed first
+        # After a backward of one_call, the push of the shares has waited until the keys were read.
         inputs = [calls.shard(x, True).requires_grad_() for x in calls.tensors[:3]]
         with cp_dispatch.enabled(schedule=schedule):
             calls.problem.attend(*inputs)
@@ -338,7 +342,7 @@ def test_known_calls_on_another_stream(rooms, monkeypatch, schedule):
 
 
 def test_calls_by_heads_on_one_stream_and_another(rooms, monkeypatch):
-    """On one of them heads are packed, and there are other numbers for it."""
+    """On one stream heads are packed, and the numbers that are learned differ."""
     stream = threading.local()
     for module in (known_call, known_heads, mailbox, pushed_heads):
         monkeypatch.setattr(module, "on_default_stream", lambda device: stream.number == 0)
@@ -356,7 +360,7 @@ def test_calls_by_heads_on_one_stream_and_another(rooms, monkeypatch):
 
 
 def test_calls_on_another_stream_are_of_another_kind(monkeypatch):
-    """Which waits for other streams."""
+    """Such calls wait for other streams."""
     stream, tensors = 0, (torch.ones(1),)
     monkeypatch.setattr(known_call, "current_raw_stream", lambda device: stream)
     here = known_call._kind(tensors)
@@ -366,7 +370,7 @@ def test_calls_on_another_stream_are_of_another_kind(monkeypatch):
 
 
 def test_a_way_is_of_its_own_kind_while_another_thread_learns():
-    """Kind and way are looked up together: what is learned meanwhile is for the next call."""
+    """Kind and way are looked up together. What is learned meanwhile is for the next call."""
     calls, box = KnownCalls(None), mock.Mock(views={})
     ways = [mock.MagicMock() for _ in range(2)]
     kinds = [(torch.ones(1, 1, length, 1),) for length in (4, 8)]

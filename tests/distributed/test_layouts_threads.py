@@ -1,4 +1,5 @@
-"""Attention on permuted data, and on data that the ring balances itself, against float64."""
+"""Attention on permuted data, and on data in natural order that cp_dispatch balances itself,
+against float64."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_layouts_are_right(kind, length, world_size, kernel, causal):
 @pytest.mark.parametrize("kind", ["head-tail", "documents", "documents of each row", "blocks"])
 @pytest.mark.parametrize("schedule", ["gather", "ulysses", "hybrid"])
 def test_other_schedules_are_right(schedule, kind, world_size, kernel, causal):
-    """Where shards are not alike, or heads too few, it is a ring."""
+    """If shards are not alike, or there are too few heads, a ring runs."""
     problem = Problem(batch=2, heads=4, key_heads=2, length=96, dim=16, causal=causal)
     balancer = balancers(96, world_size, 2)[kind]
     judge(problem, balancer, world_size, kernel, schedule=schedule)
@@ -97,7 +98,7 @@ def test_other_dtypes(kind, dtype):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", ["head-tail", "documents", "documents of each row", "blocks"])
 def test_masks_go_by_true_positions(kind, mask, kernel):
-    """A plain mask, a replicated one, one sharded on rows and one sharded on keys."""
+    """A plain mask, a replicated one, one sharded over rows and one sharded over keys."""
     if mask.needs_grad and kernel != "math":
         pytest.skip("the math kernel alone gives the gradient of a bias")
     problem = Problem(batch=2, heads=2, length=96, dim=16, mask=mask)
@@ -124,7 +125,7 @@ def test_meshes(kind, shape, placements):
 
 
 def test_dropout_goes_by_true_positions(monkeypatch):
-    """The coins are those of natural order."""
+    """The dropout mask is that of natural order."""
     # Ranks in threads share a generator; processes draw one seed because each has its own.
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(1234))
     problem = Problem(heads=4, length=48, dim=8, causal=True, dtype=torch.float64)
@@ -178,7 +179,7 @@ def test_natural_order_is_balanced(schedule, world_size, dtype, needs, kernel):
 @pytest.mark.parametrize("lengths", [(48, 48), (24, 48), (7, 48), (48, 12), (61, 64), (48, 61)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gather_of_different_lengths(lengths, causal):
-    """What does not fit is a ring."""
+    """If a gather does not fit, a ring runs."""
     length, key_length = lengths
     problem = Problem(length=length, key_length=key_length, causal=causal)
     tensors = problem.tensors()
@@ -195,7 +196,7 @@ def test_gather_of_different_lengths(lengths, causal):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_without_shares_for_others_takes_theirs(world_size):
-    """The first rank of blocks in natural order, and ranks without a query."""
+    """The first rank of blocks in natural order, and ranks without queries."""
     length = 8 * world_size
     causal = Problem(batch=2, heads=4, key_heads=2, length=length, dim=16, causal=True)
     judge(causal, BlockBalanced([1] * world_size, world_size, 8), world_size, schedule="gather")
@@ -218,7 +219,8 @@ def test_a_rank_without_shares_for_others_takes_theirs(world_size):
 
 
 def test_whole_key_beside_a_value_that_one_of_two_mesh_dims_shards():
-    """It was cut in true order, and the value, a sum on the other dim, in the layout's."""
+    """The key was cut in true order, but the value, which is a sum over the other dim, in the
+    layout's order."""
     problem = Problem(length=48)
 
     def rank_body(rank):
@@ -274,7 +276,7 @@ def test_refusals():
         rows = distribute(torch.ones(1, 1, 48, 48, dtype=torch.bool), mesh, [Shard(2)])
         own = PerDocumentHeadTail([[8, 40], [40, 8]], 2)
         refused(own, sharded, "each batch row has its own order", attn_mask=rows)
-        with cp_dispatch.enabled(layout=fits):  # where the order does not matter
+        with cp_dispatch.enabled(layout=fits):  # here the order does not matter
             torch.nn.functional.scaled_dot_product_attention(sharded[0], *whole[1:])
             torch.nn.functional.scaled_dot_product_attention(*whole)
 
@@ -301,7 +303,7 @@ def test_layout_must_be_a_balancer(layout):
 
 
 def test_decode_against_a_cache_in_a_layout():
-    """One whole query of another length; the order of keys matters to the mask alone."""
+    """One whole query of another length. The order of keys matters only to the mask."""
     for mask in (None, Mask("b11k")):
         problem = Problem(length=1, key_length=48, mask=mask)
         tensors = problem.tensors()

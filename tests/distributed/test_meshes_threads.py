@@ -80,7 +80,7 @@ def test_uneven_other_dims(names, fields, kernel):
 
 
 def test_mqa_replicates_its_key_over_tensor_ranks():
-    """Eight query heads on two ranks, the one key head on both."""
+    """Eight query heads on two ranks, and the one key head on both."""
     problem = Problem(heads=8, key_heads=2, length=64, causal=True)
     mesh_matches(problem, (2, 2), placed("cp tp"))
     with pytest.raises(AssertionError, match="are not a multiple of the 2 ranks"):
@@ -129,7 +129,7 @@ def test_without_a_sharded_sequence_each_rank_computes_locally(names, shape, fie
 
 @pytest.mark.parametrize("names", ["cp dp", "rep"])
 def test_partial_query_is_summed(names):
-    """A query that is still a sum over some mesh dim comes out whole."""
+    """A query that is still a sum over some mesh dim gives a whole output."""
     problem = Problem(length=65, causal=True)
     query, key, value, grad = problem.tensors()
     want = exact(problem, (query, key, value, grad))
@@ -156,7 +156,8 @@ def test_partial_query_is_summed(names):
 
 
 def test_later_calls_over_several_mesh_dims_find_the_group_of_the_first():
-    """Each rank its own, made with the others: one that made another waited for them for ever."""
+    """Each rank finds its own group, which was made together with the others. A rank that made
+    another group waited for the others forever."""
     problem = Problem(length=66, mask=Mask())  # with a mask every call asks for the group
     tensors = problem.tensors()
     want, single = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")
@@ -195,7 +196,7 @@ def test_ranks_outside_of_the_mesh_take_the_same_steps():
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_ranks_outside_of_the_mesh_make_known_calls_too(monkeypatch, debug):
-    """And have nothing to agree on."""
+    """And they have nothing to agree on."""
     monkeypatch.setenv("CP_DISPATCH_DEBUG", debug)
     problem = Problem(length=66, causal=True)
     tensors = problem.tensors()
@@ -210,7 +211,7 @@ def test_ranks_outside_of_the_mesh_make_known_calls_too(monkeypatch, debug):
 
 
 def test_sub_mesh_of_a_larger_mesh():
-    """Two rings side by side, each over its own dim of a 2-D mesh."""
+    """Two independent rings, each over its own dim of a 2-D mesh."""
     problem = Problem(length=66, causal=True)
     tensors = problem.tensors()
     want, single = exact(problem, tensors), one_device(problem, tensors, "cpu_flash")

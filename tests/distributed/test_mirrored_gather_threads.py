@@ -1,4 +1,5 @@
-"""Who computes which rows in a gather in natural order, and when it tells others."""
+"""Which rank computes which rows in a gather in natural order, and when it sends results to
+others."""
 
 from __future__ import annotations
 
@@ -51,14 +52,14 @@ def test_every_pair_is_computed_once_and_all_have_as_many(world_size, backward):
         found += computed
         work.append(sum(map(len, computed)))
         for tile in (*shares.mirrors, *shares.own):
-            # What is seen of others' keys is what comes, from the first one on.
+            # The keys of others that are seen are among those that arrive, starting with the first.
             seen = {key // (2 * HALF) for _, key in pairs(tile.query_spans, tile.key_spans, False)}
             slots = {owner for owner in range(world_size) if slots_before(geometry, rank, owner)}
             assert tile.key_start == 0 and seen <= slots
         shards = {key // (2 * HALF) for x in computed for _, key in x}
         plan = SimpleNamespace(geometry=geometry, world_size=world_size)
         assert SCHEDULES["mirrored_gather"].blocks(plan, rank) == (len(shards), world_size)
-        if 2 * rank == world_size - 1:  # one tile of all its rows, and nobody to share them with
+        if 2 * rank == world_size - 1:  # one tile of all its rows, and no rank to share them with
             assert len(shares.own) == 1 and not shares.mirrors
         mirror = shares_of(geometry, world_size - 1 - rank, backward)
         assert [x.query_spans for x in shares.given] == [x.query_spans for x in mirror.mirrors]
@@ -113,7 +114,7 @@ def log(monkeypatch):
 
 
 def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
-    """Each rank has a kernel left when it sends."""
+    """Each rank still has a kernel to run when it sends."""
     send, take, both = ("send", ""), ("", "take"), ("send", "take")
     home, diagonal, full = (SHARD, SHARD, "causal"), (HALF, HALF, "causal"), (HALF, HALF)
     assert {rank: x[: x.index("backward")] for rank, x in log.items()} == {
@@ -132,7 +133,7 @@ def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
 
 
 def test_a_swap_holds_nothing_that_nobody_reads():
-    """Neither what it has sent, nor what came once it is released."""
+    """Neither what it has sent, nor, after the release, what has arrived."""
 
     def body(rank):
         ring = Ring.of(dist.group.WORLD, torch.device("cpu"))
@@ -151,7 +152,7 @@ def test_a_swap_holds_nothing_that_nobody_reads():
 
 
 def test_rooms_are_shared_with_a_gather_that_balances_nothing(monkeypatch):
-    """Of the same shards, of which ranks then need others."""
+    """Of the same shards, of which ranks then need different ones."""
     rooms = Rooms(monkeypatch)
     monkeypatch.setattr(
         decide, "choose", lambda plan, wish, *_: replace(

@@ -1,6 +1,6 @@
 """All keys for one kernel call on each rank, by an all-gather and by (emulated) copy engines.
 
-The CPU kernel has no causal mask at the bottom right; a twin of what flash does on CUDA stands in.
+The CPU kernel has no bottom-right causal mask. A twin of what flash does on CUDA replaces it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def rooms(request, monkeypatch):
 
 @contextlib.contextmanager
 def counted():
-    """How many calls were made by what is known of them."""
+    """Count how many calls were made as known calls."""
     calls = {"forward": 0, "backward": 0}
     with pytest.MonkeyPatch.context() as patch:
         way = Known._way
@@ -107,7 +107,8 @@ def judge(rooms, problem, world_size, kernel="cpu_flash", kind=None) -> None:
             )] * 3  # fmt: skip
             plan = cp_dispatch.explain(*whole, is_causal=problem.causal)
             assert plan.schedule == "one_call", plan
-        # The first goes the whole way, the second is learned from, the rest is known.
+        # The first call goes through DTensor's dispatch, the second is learned from, and the rest
+        # are known.
         for _ in range(4):
             if balancer is not None:
                 got = run_permuted(problem, balancer, mesh, schedule="one_call")
@@ -121,7 +122,8 @@ def judge(rooms, problem, world_size, kernel="cpu_flash", kind=None) -> None:
     if rooms is not None:
         assert rooms.used == {"prefixes", "gradients"}
         rooms.assert_all_was_read()
-    # A backward is known one call later. The math kernel's outputs are wide, unless all is.
+    # A backward is known one call later. The math kernel's outputs are in a wider dtype, unless
+    # everything is.
     repeated = rooms is not None and (kernel == "cpu_flash" or problem.dtype is torch.float64)
     assert calls == {"forward": 2 * world_size * repeated, "backward": world_size * repeated}
 
@@ -149,7 +151,7 @@ def test_dtypes(rooms, kernel, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_batch_row(rooms, monkeypatch, causal):
-    """CUDA's kernels refuse a batch of none, which a rank of another mesh dim may have."""
+    """CUDA's kernels refuse a batch of size 0, which a rank of another mesh dim may have."""
     problem = Problem(batch=0, heads=4, key_heads=2, length=64, dim=16, causal=causal)
 
     def refuse(*args, **kwargs):
@@ -171,7 +173,7 @@ def test_no_batch_row(rooms, monkeypatch, causal):
 
 
 def test_where_sequences_start():
-    """Of flash's packed sequences; a graph that is recorded counts them itself."""
+    """Of flash's packed sequences. A graph that is recorded counts them itself."""
     prefixes = ((3, 5), (2, 16), (4, 7))
     for batch in (1, 3):
         *starts, rows, keys = flash._lengths(batch, prefixes, torch.device("cpu"))
@@ -185,7 +187,7 @@ def test_where_sequences_start():
 
 
 def test_documents_in_one_row(rooms):
-    """Pieces of documents are two runs as well, but of other lengths."""
+    """Pieces of documents are two runs as well, but of different lengths."""
     problem = Problem(batch=1, heads=2, length=96, dim=16, causal=False)
     judge(rooms, problem, 4, "cpu_flash", "documents")
 
@@ -227,7 +229,8 @@ def test_what_cannot_be_one_call_is_a_ring(monkeypatch):
 @pytest.mark.parametrize("kind", [None, "head-tail"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_gather_and_one_message_of_gradients(monkeypatch, kind, causal):
-    """As explain() tells: a shard of keys from all, and to each owner what is in the prefixes."""
+    """As explain() reports: a shard of keys from every rank, and to each owner the gradients of its
+    keys in the prefixes."""
     layout = HeadTail(64, 4) if kind else None
     problem = Problem(batch=2, heads=4, key_heads=2, length=64, dim=16, causal=causal)
     with only("cpu_flash"):
@@ -240,9 +243,10 @@ def test_one_gather_and_one_message_of_gradients(monkeypatch, kind, causal):
         assert len(backward.collectives) == 2 and backward.collectives[1] == "AllToAllBase"
         told = [[transfer.bytes for transfer in part] for part in found.transfers(rank)]
         assert told == [[shard], [shard, *backward.sent]]
-        # Shards of gradients for others: in natural order for the ranks before. In head-tail order
-        # the hi prefix has all lo pieces and the hi pieces of the ranks after, the lo prefix the lo
-        # pieces of the ranks before; the last rank's pieces are one run, with one prefix.
+        # Shards of gradients for others. In natural order these are for the ranks before. In
+        # head-tail order the hi prefix has all lo pieces and the hi pieces of the ranks after, and
+        # the lo prefix has the lo pieces of the ranks before. The last rank's pieces are one run,
+        # with one prefix.
         sent = rank if causal and kind is None else 3
         if causal and kind is not None and rank == 3:
             sent = 1.5
@@ -254,15 +258,16 @@ def test_prefixes_of_head_tail():
     assert [prefixes_of(geometry, rank) for rank in (0, 3)] == [
         ((8, 8), (8, 64)), ((16, 40),),  # the last rank's pieces are one run
     ]  # fmt: skip
-    # All ranks compute as many pairs: W + 1/2 pieces of 8 x 8, and half of the diagonals twice.
+    # All ranks compute the same number of pairs: 2 W - 1 pieces of 8 x 8, and the causal part of
+    # two more.
     assert len({pairs_of(geometry, rank) for rank in range(4)}) == 1
     assert sum(pairs_of(geometry, rank) for rank in range(4)) == 64 * 65 // 2
-    # Rank 0 sees its own lo piece twice, and all others once.
+    # Rank 0 sees its own lo piece twice, and all other pieces once.
     assert [len(prefix_parcels(geometry, 0, owner)) for owner in range(4)] == [3, 2, 2, 1]
 
 
 def test_auto_takes_it_where_shards_are_short(monkeypatch):
-    """By the cost model of GPUs; on CPU never."""
+    """By the cost model of GPUs; never on CPU."""
 
     def found(length, layout, key_heads=8):
         seen = cp_dispatch.Plan(
@@ -280,7 +285,7 @@ def test_auto_takes_it_where_shards_are_short(monkeypatch):
 
 
 def test_a_mask_is_never_dropped():
-    """Not even by the op itself, whose arguments no plan has seen."""
+    """Not even by the op itself, whose arguments no plan has checked."""
     query = torch.randn(1, 2, 8, 16)
     mask = torch.ones(1, 1, 1, 8, dtype=torch.bool)
     with pytest.raises(cp_dispatch.ContextParallelError, match="one_call"):

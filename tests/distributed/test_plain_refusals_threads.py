@@ -1,4 +1,4 @@
-"""What the drop-in API refuses, and the style ``ContextParallel``, on threads."""
+"""What the drop-in API refuses, and the style ``ContextParallel``, on ranks in threads."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_calls(words, make):
             with pytest.raises(ContextParallelError, match=words) as error:
                 F.scaled_dot_product_attention(*args, **options)
             assert "inside context_parallel over 2 ranks" in str(error.value)
-            if words == "attn_mask needs a gradient":  # and where none is, there is none to sum
+            if words == "attn_mask needs a gradient":  # if none is needed, nothing has to be summed
                 with torch.no_grad():
                     assert F.scaled_dot_product_attention(*args).shape == args[0].shape
 
@@ -159,7 +159,7 @@ def test_arguments():
         refused("mesh must be a DeviceMesh", mesh="cp")
         two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
         refused('such as mesh\\["cp"\\]', mesh=two)
-        torch.distributed.barrier()  # a block of one rank is in use for the check of the other
+        torch.distributed.barrier()  # else one rank's block would be open during the other's checks
         with context_parallel(two["cp"], buffers=[x], buffer_seq_dims=[0]):
             assert len(x) == 8
         with pytest.raises(ValueError, match="seq_dims 0"):
@@ -172,7 +172,8 @@ def test_arguments():
 
 @pytest.mark.parametrize("dims", [[1, 0], [0, 1]])
 def test_tables_longer_than_the_sequence(dims):
-    """Torch takes the rows at the first buffer's positions, so old code may hold such tables."""
+    """Torch takes the rows at the first buffer's positions, so existing code may have such
+    tables."""
     shapes = {1: (2, 16), 0: (32, 4)}
     with fake_ranks(2) as mesh:
         buffers = [torch.zeros(shapes[dim]) for dim in dims]
@@ -213,14 +214,14 @@ class Attention(nn.Module):
 
 
 class WithMore(Attention):
-    """Takes and gives a tensor that has nothing to do with the sequence."""
+    """Takes and returns a tensor that is unrelated to the sequence."""
 
     def forward(self, *inputs, more):
         return super().forward(*inputs), more
 
 
 class Flat(Attention):
-    """Gives ``(B, L, H D)``."""
+    """Returns ``(B, L, H D)``."""
 
     def forward(self, *inputs):
         return super().forward(*inputs).transpose(1, 2).flatten(2)
@@ -305,7 +306,7 @@ def test_style_takes_the_order_from_around():
 
 
 def test_compiled_styles_one_after_the_other_in_modules_of_fsdp2():
-    """Dynamo makes integers dynamic that differ between modules which FSDP2 shards."""
+    """Dynamo makes integers dynamic if they differ between modules that FSDP2 shards."""
 
     class Inner(nn.Module):
         def forward(self, x):
@@ -324,7 +325,7 @@ def test_compiled_styles_one_after_the_other_in_modules_of_fsdp2():
             block = parallelize_module(Block(), mesh, {"inner": ContextParallel(balancer=None)})
             if i < 2:
                 continue  # 0 and 1 are never dynamic
-            for module in block.modules():  # as fully_shard() says it
+            for module in block.modules():  # as fully_shard() does
                 module._is_fsdp_managed_module = module._fsdp_use_orig_params = True
             compiled = torch.compile(block, fullgraph=True, backend="eager")
             assert compiled(torch.zeros(1, 1, 8, 4)).shape == (1, 1, 8, 4)
@@ -332,7 +333,7 @@ def test_compiled_styles_one_after_the_other_in_modules_of_fsdp2():
 
 @pytest.mark.parametrize("kind", ["sdpa", "flex"])
 def test_a_module_in_the_style_cannot_be_pickled_but_the_style(kind):
-    """What is loaded would attend within a shard."""
+    """A loaded module would attend within a shard."""
 
     def body(mesh):
         style = ContextParallel(1, kind, balancer=HeadTail(16, 2), schedule="ring")
@@ -352,7 +353,7 @@ def test_a_module_in_the_style_cannot_be_pickled_but_the_style(kind):
 
 @pytest.mark.parametrize("kind", ["sdpa", "flex"])
 def test_a_module_is_in_the_style_once(kind):
-    """Of two orders of its shards one is wrong; twice the same is no harm."""
+    """With two orders of its shards, one is wrong. Twice the same order is harmless."""
 
     def body(mesh):
         module = Projected()
@@ -374,7 +375,7 @@ def test_a_module_is_in_the_style_once(kind):
 
 @pytest.mark.parametrize("kind", ["sdpa", "flex"])
 def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
-    """It ran on the parameters of the first, in silence."""
+    """It silently ran on the parameters of the original."""
 
     def forward(self, query, key, value):
         return query * self.scale
@@ -412,7 +413,7 @@ def test_style_of_a_module_with_parameters_and_uneven_dtensors():
 
 @pytest.mark.parametrize("mode", ["train", "no_grad", "inference_mode", "compiled"])
 def test_varlen_attn_of_shards_is_refused(mode):
-    """It would be local; outside of blocks it is torch's, which has no kernel on CPU."""
+    """It would be local. Outside blocks it is torch's, which has no kernel on CPU."""
     query = torch.randn(8, 2, 16, dtype=torch.bfloat16, requires_grad=mode == "train")
     lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
     scope = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()

@@ -69,12 +69,12 @@ def by_style(env: Env, causal, rotate, balancer, forward_only, compiled=False) -
 
 def native_transformer(env: Env, rotate, causal) -> None:
     """``nn.TransformerEncoder`` with the style on its attention alone, in training and in eval
-    mode, where it would call a fused kernel that is no attention of ours."""
+    mode, where it would call a fused kernel that cp_dispatch does not replace."""
     mesh, length = env.mesh(), 16
     layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     x, grad = torch.randn(2, 3, length, 16, generator=torch.Generator().manual_seed(0))
-    for parameter in model.parameters():  # the same model on all
+    for parameter in model.parameters():  # the same model on all ranks
         torch.distributed.broadcast(parameter.data, 0)
     alone = copy.deepcopy(model)
     cp_dispatch.set_rotate_method(rotate)
@@ -118,7 +118,7 @@ def buffers_with_and_without_batch(env: Env) -> None:
 
 
 def dropout_of_one_mask(env: Env) -> None:
-    """The coins belong to pairs: two layouts drop the same ones."""
+    """The dropout mask belongs to pairs of positions: two layouts drop the same pairs."""
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 2, 2, 16, 8, generator=generator)
     value = torch.eye(16).expand(2, 2, 16, 16)  # the output is the weights
@@ -160,7 +160,8 @@ class Model(nn.Module):
 
 
 def steps(model, data, around, count=3, compiled=False) -> list[float]:
-    """Losses of a few steps of training; ``around(buffers)`` gives a block and a sum over ranks."""
+    """Losses of a few steps of training; ``around(buffers)`` returns a block and a sum over
+    ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     forward = torch.compile(model, backend="aot_eager") if compiled else model
     losses = []

@@ -1,4 +1,4 @@
-"""``context_parallel`` on plain shards against float64, on threads."""
+"""``context_parallel`` on plain shards against float64, on ranks in threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _default_rotate_method():
 
 
 def on_mesh(world_size: int, body) -> list:
-    """``body(mesh)`` on every rank."""
+    """Run ``body(mesh)`` on every rank."""
     return run_threads(world_size, lambda rank: body(init_device_mesh("cpu", (world_size,))))
 
 
@@ -130,7 +130,7 @@ def test_masks(mask, mask_dims, balancer, kernel):
 
 @pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses", "hybrid"])
 def test_the_mask_of_a_single_row_is_on_the_rank_that_has_it(schedule):
-    """The other ranks hold none of its rows, though they would share the row's heads."""
+    """The other ranks hold none of its rows, although they would share the row's heads."""
     query, key, value = sequences(1)
     bias = torch.randn(1, 2, 1, 1)
     inputs = [x.requires_grad_() for x in (query, key, value)]
@@ -153,7 +153,7 @@ def test_the_mask_of_a_single_row_is_on_the_rank_that_has_it(schedule):
 
 
 def test_sliding_window_and_documents():
-    """As masks of the whole sequence; each rank's rows of them work too."""
+    """As masks of the whole sequence, and as each rank's rows of them."""
     query, key, value = sequences(32)
     at = torch.arange(32)
     documents = (at >= 20).int()
@@ -229,7 +229,7 @@ def test_forward_only_modes(mode):
 
 
 def test_a_backward_inside_autocast_is_as_exact():
-    """Its matrix products were rounded to bfloat16, of plain tensors with the math kernel."""
+    """With plain tensors and the math kernel, its matrix products were rounded to bfloat16."""
 
     def body(mesh):
         inputs = [x.requires_grad_() for x in sequences(8)]
@@ -304,7 +304,7 @@ def test_buffers_are_cut_and_come_back():
                 own = cp_dispatch.shard(mesh, x, dim, layout_for("auto", x.shape[dim], 2))
                 assert buffer.dtype is x.dtype and torch.equal(buffer, own)
             shards = [x.clone() for x in buffers]
-            buffers[0].zero_()  # what is written to a shard goes with it
+            buffers[0].zero_()  # what is written to a shard is lost with it
         for i, (x, _) in enumerate(whole.values()):
             assert torch.equal(buffers[i], shards[4] if i == 4 else x)
             assert i == 4 or buffers[i].data_ptr() == pointers[i]
@@ -316,7 +316,7 @@ def test_buffers_are_cut_and_come_back():
 
 
 def test_buffers_made_in_inference_mode_are_cut_outside_of_it():
-    """They count no versions, and torch raises where something would count one."""
+    """They have no version counter, and torch raises if anything would increment it."""
 
     def body(mesh):
         query, key, value = whole = sequences(16)
@@ -349,7 +349,7 @@ def test_an_exception_restores():
 
 
 def test_backward_after_the_block():
-    """Buffers that autograd has saved itself: token ids, labels, a factor, and a view of one."""
+    """Buffers that autograd itself has saved: token ids, labels, a factor, and a view of one."""
     torch.manual_seed(0)
     embedding, head = nn.Embedding(11, 16), nn.Linear(16, 11)
     tokens, labels = torch.randint(11, (2, 2, 16))
@@ -396,7 +396,7 @@ def test_what_is_named_goes_before_what_the_block_says():
             (whole,) = cp_dispatch.context_parallel_unshard(mesh, [natural], [0], balancer=None)
             (other,) = cp_dispatch.context_parallel_unshard(mesh, [natural], [0])
         assert torch.equal(whole, x) and not torch.equal(other, x)
-        for length in (8, 7):  # ranks tell each other lengths of uneven ones alone
+        for length in (8, 7):  # ranks exchange lengths only if these are uneven
             with context_parallel(mesh, buffers=[torch.zeros(length)], buffer_seq_dims=[0]):
                 assert cp_dispatch.toggle.plain_context().uneven == (length == 7)
 
@@ -406,7 +406,7 @@ def test_what_is_named_goes_before_what_the_block_says():
 def test_a_graph_from_before_the_block_does_not_find_the_shard():
     def body(mesh):
         buffer, x = torch.randn(2), torch.randn(2, requires_grad=True)
-        y = x * buffer  # whose gradient a shard of one row would fit as well
+        y = x * buffer  # its gradient would also fit a shard of one row
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
             with pytest.raises(RuntimeError, match="modified by an inplace"):
                 y.sum().backward()
@@ -417,7 +417,7 @@ def test_a_graph_from_before_the_block_does_not_find_the_shard():
 @pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("ndim", [4, 3])
 def test_the_output_may_be_written_to_in_place(schedule, ndim):
-    """As on one device, where it is no view of another tensor."""
+    """As on one device, where the output is not a view of another tensor."""
     tensors = [x[0] if ndim == 3 else x for x in sequences(16)]
 
     def step(query, key, value):
@@ -429,7 +429,7 @@ def test_the_output_may_be_written_to_in_place(schedule, ndim):
         shards = [x.chunk(2, -2)[mesh.get_local_rank()].clone() for x in tensors]
         with context_parallel(mesh, balancer=None, schedule=schedule):
             own = step(*[x.requires_grad_() for x in shards])
-            # The backward needs it as it was, and so does that of torch's kernel.
+            # The backward needs the output as it was. So does that of torch's kernel.
             with pytest.raises(RuntimeError, match="modified by an inplace"):
                 own.sum().backward()
         return own.detach()
@@ -440,8 +440,8 @@ def test_the_output_may_be_written_to_in_place(schedule, ndim):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
-    """Outside, its gradients would be those of attention within a shard. What does not attend may
-    be recomputed anywhere, and another block of the same order is as good."""
+    """Outside the block its gradients would be those of attention within a shard. Functions without
+    attention may be recomputed anywhere, and another block of the same order will do."""
     tensors = sequences(16)
 
     def attend(*inputs):
@@ -512,7 +512,7 @@ def test_blocks_nest_and_follow_each_other():
 
 @pytest.mark.parametrize("order", [None, cp_dispatch.HeadTail(18, 2), "head-tail", "auto"])
 def test_unshard_goes_by_the_order_of_the_block(order):
-    """In natural order it took the rows for torch's default, in silence."""
+    """In natural order it silently assumed torch's default order of the rows."""
     for length in (18,) if order not in (None, "auto") else (16, 18):
         whole = torch.arange(2 * length).view(2, length)
 
@@ -569,7 +569,8 @@ def test_dtensors_mean_what_they_mean_outside():
 
 
 def test_checkpoint():
-    """Right with the backward inside; found with a recomputation outside, which is local."""
+    """It is right with the backward inside. A recomputation outside, which is local, is
+    detected."""
     query, key, value = sequences(16)
 
     def body(mesh):
@@ -594,7 +595,7 @@ def test_checkpoint():
 
 
 @pytest.mark.parametrize("mask_shape, lengths", [
-    ((1, 1, 1, 5), (5, 5)),  # the usual padding mask, where ranks hold 2, 2, 1 and 0 rows
+    ((1, 1, 1, 5), (5, 5)),  # the usual padding mask, with 2, 2, 1 and 0 rows on the ranks
     ((1, 1, 24, 1), (24, 3)),
     ((1, 1, 5, 5), (5, 5)),
 ])  # fmt: skip
@@ -614,7 +615,7 @@ def test_masks_of_few_rows_mean_the_same_on_every_rank(mask_shape, lengths):
 
 
 def test_a_wrong_mask_is_refused_on_every_rank():
-    """Also where its rows are as many as one rank happens to hold."""
+    """Also if it has as many rows as one rank happens to hold."""
     query, key, value = sequences(9)
 
     def body(mesh):

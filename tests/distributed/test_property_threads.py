@@ -1,7 +1,7 @@
 """Any supported call on any small mesh is right: hypothesis over ranks in threads.
 
-Mostly in float64, where an error of logic cannot hide; how exact the kernels are is the matter of
-``test_ring_threads.py``. ``CP_DISPATCH_EXAMPLES=2000`` looks further than the normal run.
+Mostly in float64, where a logic error cannot hide; ``test_ring_threads.py`` tests how exact the
+kernels are. ``CP_DISPATCH_EXAMPLES=2000`` tests more than the normal run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def calls(draw):
             dtype=draw(st.sampled_from([torch.bool, None])),
             blind=draw(st.booleans()),
         )
-    # Also where torch's CPU flash kernel gives NaN on one device: causal, with a scale <= 0.
+    # Also where torch's CPU flash kernel returns NaN on one device: causal, with a scale <= 0.
     scales = st.one_of(st.floats(-2, -(2**-10)), st.just(0.0), st.floats(2**-10, 2))
     problem = Problem(
         batch=draw(size),
@@ -97,26 +97,27 @@ def calls(draw):
 def bounds(problem: Problem, tensors, kernel: str) -> list[float]:
     """The error that each result may have.
 
-    In float64 what rounding alone may do, by the usual analysis of matrix products: a sum of n
-    products is off by at most n u |x||y|, every result is a few products over at most ``terms``
-    terms of factors no larger than these norms, and the exponential turns an absolute error of
-    the scores, itself ``terms`` u |scores|, into a relative one. In other dtypes that bound says
-    nothing, so it is one device's error, or one rounding of each factor where that is more.
+    In float64 it is what rounding alone may cause, by the usual analysis of matrix products. A sum
+    of n products is off by at most n u |x||y|. Every result is a few products over at most
+    ``terms`` terms of factors no larger than these norms. The exponential turns an absolute error
+    of the scores, itself ``terms`` u |scores|, into a relative one. In other dtypes that bound says
+    nothing, so the bound is one device's error, or one rounding of each factor if that is more.
     """
     scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
     if problem.dtype is not torch.float64:
         floors, _ = rounding(problem, tensors)
-        # Kernels hold scores in float32, and a weight is off by as much relatively as its score.
+        # Kernels hold scores in float32, and the relative error of a weight is the absolute error
+        # of its score.
         norms = (x.double().norm(dim=-1).amax().item() for x in tensors[:2])
         largest = scale * math.prod(norms)
         wider = 1 + largest * torch.finfo(torch.float32).eps / torch.finfo(problem.dtype).eps
         want = exact(problem, tensors)
         alone = one_device(problem, tensors, kernel)
         errors = [(x.double() - y).norm().item() for x, y in zip(alone, want, strict=True)]
-        # Below the smallest normal number a rounding is absolute, whatever is rounded.
+        # Below the smallest normal number the rounding error is absolute, whatever is rounded.
         info = torch.finfo(problem.dtype)
         steps = [4 * info.smallest_normal * info.eps * x.numel() ** 0.5 for x in want]
-        # One device may answer NaN where a row sees nothing; that is no measure.
+        # One device may return NaN if a row sees nothing, which is no measure.
         return [
             FACTOR * max(error if error == error else 0.0, floors[name] * wider) + step
             for name, error, step in zip(RESULTS, errors, steps, strict=False)

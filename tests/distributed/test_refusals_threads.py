@@ -1,4 +1,4 @@
-"""What is not supported raises one error, alike on every rank and before anything is sent."""
+"""What is not supported raises one error, the same on every rank and before anything is sent."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ CALLS_2D = {
 
 
 def refused(monkeypatch, arguments, shape) -> str:
-    """The one text that all ranks raise, without a collective."""
+    """The single text that all ranks raise, without a collective."""
     recorder = Recorder(monkeypatch)
 
     def rank_body(rank: int) -> str:
@@ -210,7 +210,8 @@ def test_refused_on_two_dims(monkeypatch, name):
 
 
 def test_batch_dims_that_are_cut_unevenly(monkeypatch):
-    """Over two mesh dims, one of a single rank: torch raised on the ranks with data alone."""
+    """Over two mesh dims, one of them of a single rank: torch raised only on the ranks with
+    data."""
     placements = [Shard(0), Shard(3), Shard(0)]
 
     def arguments(mesh):

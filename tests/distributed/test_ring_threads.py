@@ -29,7 +29,7 @@ def enabled():
 
 @functools.cache
 def judged(problem: Problem, *kernels: str):
-    """The tensors, the exact answers and one device's with each kernel."""
+    """The tensors, the exact answers, and one device's answers with each kernel."""
     tensors = problem.tensors()
     singles = [one_device(problem, tensors, kernel) for kernel in kernels]
     return tensors, exact(problem, tensors), *singles
@@ -38,9 +38,9 @@ def judged(problem: Problem, *kernels: str):
 def ring_matches(problem: Problem, kernel: str, world_size: int, **how) -> None:
     """The ring with this kernel is as exact as the kernel on one device.
 
-    The ring's math kernel keeps the output and its logsumexp for the backward, as flash kernels
-    do, where torch's keeps all probabilities. That shows in float64, and where rows see but a
-    few keys or heads have a few dims: there one device's flash kernel is a measure too.
+    The ring's math kernel keeps the output and its logsumexp for the backward, as flash kernels do.
+    Torch's keeps all probabilities. The difference shows in float64, and if rows see only a few
+    keys or heads have only a few dims. In those cases one device's flash kernel is a measure too.
     """
     few = min(problem.length, problem.key_length or problem.length, problem.dim) <= 3
     kernels = [kernel, "cpu_flash"] if few or problem.dtype is FP64 else [kernel]
@@ -93,7 +93,7 @@ for _causal in (False, True):
     problem(f"{_mask} batch 1", causal=_causal, batch=1, heads=8)
 
 
-# The others run on 3 and 4 ranks only.
+# The others run only on 3 and 4 ranks.
 ON_2_AND_8 = ("mha", "gqa", "mqa", "length 250", "3 rows", "3 keys", "128 x 384", "float64")
 
 
@@ -147,14 +147,14 @@ def test_without_gradients(mode, kernel):
 @pytest.mark.parametrize("schedule", ["natural_ring", "mirrored_ring", "gather", "ulysses"])
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_causal_with_a_scale_that_is_not_positive(scale, schedule):
-    """One device's flash kernel answers NaN, because it masks first and scales then."""
+    """One device's flash kernel returns NaN, because it masks first and scales afterwards."""
     problem = Problem(causal=True, scale=scale, key_heads=2)
     tensors, want, single = judged(problem, "math")
     floors, _ = rounding(problem, tensors)
 
     def rank_body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (4,))
-        for _ in range(2):  # the second goes by what is known of the first
+        for _ in range(2):  # the second call is a known call
             check(run_sharded(problem, tensors, mesh), want, single, floors=floors, few=True)
 
     with cp_dispatch.enabled(schedule=schedule), only("cpu_flash"):
@@ -162,7 +162,8 @@ def test_causal_with_a_scale_that_is_not_positive(scale, schedule):
 
 
 def test_several_batch_dims_stay_sharded_in_inference_mode():
-    """DTensor's rules of flatten and unflatten, which it is given there, gathered short ones."""
+    """DTensor's rules of flatten and unflatten, which are used in this mode, gathered short
+    dims."""
     problem = Problem(lead=(2, 2, 4), length=3)
     tensors = problem.tensors()
     want, single = exact(problem, tensors), one_device(problem, tensors, "math")
@@ -183,7 +184,7 @@ def test_replicated_keys_beside_sharded_query(causal, length, key_length):
 
 
 def test_partial_key():
-    """A key that is still a sum over ranks is summed, then cut."""
+    """A key that is still a sum over ranks is summed and then cut."""
     problem, world_size = Problem(causal=True), 4
     tensors, want, single = judged(problem, "cpu_flash")
     query, key, value, grad = tensors
@@ -207,7 +208,7 @@ def test_partial_key():
 def test_transposed_views_of_a_model(batch, kernel):
     """``(B, S, H D)`` leaves, split into heads and joined again as attention modules do.
 
-    With a batch of 1 a wrong stride anywhere makes a reshape fail.
+    With a batch of 1, a wrong stride anywhere makes a reshape fail.
     """
     problem = Problem(causal=True, batch=batch, length=250)
     tensors, want, single = judged(problem, kernel)
@@ -247,7 +248,7 @@ def test_strides_of_every_shard_agree_with_the_dtensor(batch):
         inputs = [x.requires_grad_() for x in tensors[:3]]
         output = problem.attend(*inputs)
         for x in (output, *torch.autograd.grad(output, inputs, tensors[3])):
-            # Token-major in memory, both as metadata and as it is.
+            # Token-major in memory, both in the metadata and in the actual strides.
             for view in (x, x._local_tensor):  # to_local() is a view, with strides of its own
                 _, heads, length, dim = view.shape
                 expected = (length * heads * dim, dim, heads * dim, 1)
@@ -284,7 +285,7 @@ def test_activation_checkpoint(reentrant):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_error_does_not_grow_with_ranks(causal, dtype):
-    """At W = 8 no result is worse than 1.3 times what it is at W = 2."""
+    """At W = 8 no result is worse than 1.3 times its error at W = 2."""
     problem = Problem(causal=causal, dtype=dtype)
     tensors, want, _ = judged(problem, "cpu_flash")
 
@@ -304,8 +305,8 @@ def test_error_does_not_grow_with_ranks(causal, dtype):
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_short_shards_of_a_long_sequence(world_size, key_heads):
-    """A kernel may add up in 16 bits over smaller blocks where it gets fewer rows; no shard may
-    pay for being shorter than all of one device."""
+    """A kernel may accumulate in 16 bits over smaller blocks if it gets fewer rows. A shard must
+    not be less exact for being shorter than the whole sequence on one device."""
     problem = Problem(
         batch=1, heads=8, key_heads=key_heads, length=1024, dim=64, causal=True, dtype=BF16
     )
@@ -333,10 +334,11 @@ def test_second_derivative_is_refused():
 
 
 def test_calls_after_calls_reuse_nothing_stale():
-    """Shapes that differ from call to call on one mesh, with the gradients taken at the end."""
+    """Shapes that differ from call to call on one mesh, with the gradients computed at the end."""
     problems = [Problem(length=n, causal=c, seed=n) for n in (64, 250, 33) for c in (True, False)]
 
-    # Before the threads start: one device's kernel is chosen by switches of the whole process.
+    # Before the threads start, because one device's kernel is selected by switches of the whole
+    # process.
     truth = {problem: judged(problem, "cpu_flash") for problem in problems}
 
     def rank_body(rank: int) -> None:
@@ -356,7 +358,7 @@ def test_calls_after_calls_reuse_nothing_stale():
 
 @pytest.mark.parametrize("schedule", CHOICES)
 def test_no_rows_at_all(schedule):
-    """As one device: nothing, and gradients of nothing."""
+    """As on one device: an empty result, and empty gradients."""
 
     def rank_body(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -373,7 +375,7 @@ def test_no_rows_at_all(schedule):
 
 
 def test_one_more_schedule_is_one_to_choose(monkeypatch):
-    """Once it is named in ``SCHEDULES`` and ``CHOICES``."""
+    """As soon as it is named in ``SCHEDULES`` and ``CHOICES``."""
     calls = []
 
     class Another:

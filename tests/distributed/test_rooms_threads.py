@@ -1,6 +1,7 @@
-"""Schedules that put what others need in their memory: right, quiet afterwards, by need alone.
+"""Schedules in which ranks write what others need to their memory: results are right, no flags
+remain, and only what is needed is sent.
 
-Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu have the real ones.
+Copy engines are emulated (:mod:`tests.distributed.rooms`); tests/gpu uses the real ones.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def judge(rooms, problem, world_size, kernel, schedule, kind=None, twice=True) -
 
     def rank_body(rank):
         mesh = init_device_mesh("cpu", (world_size,))
-        for _ in range(1 + twice):  # rooms are used again
+        for _ in range(1 + twice):  # rooms are reused
             if balancer is not None:
                 got = run_permuted(problem, balancer, mesh, schedule=schedule)
             else:
@@ -81,7 +82,7 @@ def test_masks(rooms, mask, schedule):
 
 
 def test_shares_of_one_tile_beside_shares_of_several_in_16_bits(rooms):
-    """Rooms of a wide dtype take no share that is not: it would be read as something else."""
+    """Rooms of a wide dtype accept only shares in that dtype. Others would be misread."""
     balancer = BlockBalanced([7, 7, 1, 5, 9, 8], 3, 8, near=True)
     geometry = laid_out(48, 48, (3,), True, balancer)
     pairs = itertools.permutations(range(3), 2)
@@ -102,7 +103,7 @@ def test_shares_of_one_tile_beside_shares_of_several_in_16_bits(rooms):
 
 @pytest.mark.parametrize("lengths", [(64, 96), (96, 64), (16, 13)], ids=str)
 def test_causal_calls_of_different_lengths(rooms, lengths):
-    """At home a rank has gradients of a part of its keys."""
+    """A rank itself holds gradients of only some of its keys."""
     length, key_length = lengths
     problem = Problem(heads=2, length=length, key_length=key_length, dim=16, causal=True)
     judge(rooms, problem, 4, "math", "natural_ring", twice=False)
@@ -128,7 +129,7 @@ def test_dtypes(rooms, schedule, dtype):
     (PerDocumentHeadTail([[64], [16, 48]], 4), False, False),
 ], ids=str)  # fmt: skip
 def test_shares_travel_wide_only_where_several_are_of_the_same_keys(balancer, causal, overlap):
-    """Of the same batch row."""
+    """And of the same batch row."""
     assert shares_overlap(laid_out(64, 64, (4,), causal, balancer)) == overlap
 
 
@@ -145,7 +146,7 @@ def test_keys_of_the_next_hop_come_meanwhile(rooms, monkeypatch):
     assert set(waits) == {("ring keys", False), ("ring gradients", True)}
 
 
-# What tells a call from the first one.
+# What distinguishes each call from the first one.
 _OTHERS = [
     {"dtype": torch.bfloat16}, {"causal": False}, {"batch": 2, "length": 24},
     {"key_heads": 4, "dim": 8}, {"heads": 2}, {"kind": "head-tail"}, {"kind": "blocks"},
@@ -154,7 +155,7 @@ _OTHERS = [
 
 @pytest.mark.parametrize("schedule", ["gather", "mirrored_ring", "ulysses"])
 def test_what_rooms_remember_is_of_the_same_calls(rooms, monkeypatch, schedule):
-    """Moves and views of calls that differ in one thing, in the same rooms."""
+    """Moves and views of calls that differ in one respect, in the same rooms."""
     monkeypatch.setattr(Box, "forget_many", lambda box: None)
     rooms.least = 2**16
     cases = []
@@ -185,7 +186,8 @@ def test_what_rooms_remember_is_of_the_same_calls(rooms, monkeypatch, schedule):
 
 
 def sent(rooms, schedule, layout=None, causal=True, world_size=4):
-    """Bytes of keys and of gradients by rank, in shards of keys and values."""
+    """Bytes of keys and of gradients that each rank sends, in units of a shard of keys and
+    values."""
     problem = Problem(batch=1, heads=2, key_heads=2, length=16 * world_size, causal=causal)
     tensors = problem.tensors()
 
@@ -213,10 +215,10 @@ def test_ring_moves_what_is_needed(rooms):
 
 
 def test_gather_moves_what_is_needed(rooms):
-    """Of a head-tail pair the lo piece goes to all others, the hi piece to those before, in the
-    forward and in the backward; each rank's hi rows have shares of 6 - rank pieces of others, its
-    lo rows of the lo pieces before, but the last rank's rows follow each other and share theirs.
-    All in one room, one after the other."""
+    """Of a head-tail pair, the lo piece goes to all other ranks and the hi piece to those before,
+    in the forward and in the backward. Each rank's hi rows have shares of 6 - rank pieces of
+    others, and its lo rows have shares of the lo pieces before. The last rank's rows are adjacent
+    and have their shares in common. All moves use one room, one after the other."""
     keys = [2 * (3 + rank) / 2 for rank in range(4)]
     shares = [6 / 2, 6 / 2, 6 / 2, 3 / 2]
     found = sent(rooms, "gather", HeadTail(64, 4))
@@ -228,8 +230,8 @@ def test_gather_moves_what_is_needed(rooms):
     ("natural_ring", 2, None, 1),
 ])  # fmt: skip
 def test_room_for_keys_that_come(rooms, schedule, world_size, layout, shards):
-    """In natural order nobody sees the last rank's, in others one's own do not come. A ring has
-    room for those of two hops, if there are two."""
+    """In natural order no other rank sees the last rank's keys. In other orders a rank's own keys
+    do not arrive. A ring has room for the keys of two hops, if there are two."""
 
     def rank_body(rank):
         mesh = init_device_mesh("cpu", (world_size,))
@@ -253,7 +255,8 @@ def test_gather_of_all_moves_all(rooms):
 
 @pytest.mark.parametrize("schedule", ["gather", "natural_ring", "mirrored_ring", "ulysses"])
 def test_batch_rows_that_are_one(rooms, schedule):
-    """Expanded over the batch, as latents and the gradients of means are: no engine copies so."""
+    """Expanded over the batch, as latents and the gradients of means are. No engine copies such
+    tensors."""
     problem = Problem(batch=3, heads=2, length=64, dim=16, causal=True)
     rows = [x.transpose(1, 2)[:1].contiguous() for x in problem.tensors()]
     tensors = [x.transpose(1, 2).expand(3, -1, -1, -1) for x in rows]
@@ -303,7 +306,7 @@ def test_nothing_on_all_ranks_that_share_rooms(rooms, batch, heads, mesh, other,
 
 @pytest.mark.parametrize("kind", [None, "head-tail"])
 def test_a_gathers_keys_are_released_also_where_no_shares_follow(rooms, kind):
-    """Which would wait for whoever reads them anyway."""
+    """Shares would wait for the readers of the keys anyway."""
     problem = Problem(heads=2, length=64, dim=16, causal=True)
     tensors, layout = problem.tensors(), balancers(64, 4, 1).get(kind)
 
@@ -319,7 +322,7 @@ def test_a_gathers_keys_are_released_also_where_no_shares_follow(rooms, kind):
 
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
 def test_ranks_without_keys(rooms, schedule):
-    """A rank that owns no key has gradients of others'."""
+    """A rank that owns no keys still has gradients of others' keys."""
     problem = Problem(heads=2, length=18, key_length=4, dim=16)
     tensors = problem.tensors()
     want, alone = exact(problem, tensors), one_device(problem, tensors, "math")
@@ -337,8 +340,8 @@ def test_ranks_without_keys(rooms, schedule):
 
 @pytest.mark.parametrize("kind", ["head-tail", "documents", "blocks"])
 def test_gradients_are_rounded_as_often_as_in_a_ring_that_passes_them_on(kind, monkeypatch):
-    """Several tiles of a hop see the same keys in layouts by documents and blocks: rounded before
-    they travel, their sums had 1.1 times the error."""
+    """In layouts by documents and blocks, several tiles of a hop see the same keys. When these were
+    rounded before they were sent, their sums had 1.1 times the error."""
     problem = Problem(batch=1, heads=8, length=256, causal=True, dtype=torch.bfloat16)
     want = exact(problem, problem.tensors())
     errors = []

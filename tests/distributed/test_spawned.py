@@ -1,6 +1,6 @@
-"""What only real processes show, on gloo: deadlocks, compilation, the profiler, sub-meshes.
+"""What only real processes can show, on gloo: deadlocks, compilation, the profiler, sub-meshes.
 
-Two spawns in all, one of 2 and one of 4 ranks; see ``spawn.py``.
+Two spawns in all, one of 2 ranks and one of 4; see ``spawn.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def two_dims(env: Env) -> None:
 
 
 def other_collectives_in_flight(env: Env) -> None:
-    """Asynchronous all-reduces of the mesh's own group before, between and after, waited last."""
+    """Asynchronous all-reduces of the mesh's own group before, between and after the calls, waited
+    for at the end."""
     tensors, want, single = judged(PROBLEM)
     mesh = env.mesh()
     works = []
@@ -99,7 +100,7 @@ def toggled(env: Env) -> None:
 
 
 def ranks_outside_of_the_mesh(env: Env) -> None:
-    """All ranks run the program; those outside of the mesh take no part and do not wait."""
+    """All ranks run the program. Those outside the mesh take no part and do not wait."""
     problem = Problem(causal=True, length=65)
     tensors, want, single = judged(problem)
     for members in ([1, 3], [0, 1, 2], [2]):

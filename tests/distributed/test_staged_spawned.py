@@ -1,4 +1,4 @@
-"""The process group that tests on fewer GPUs than ranks go through, on CPU."""
+"""The process group for tests with fewer GPUs than ranks, on CPU."""
 
 from __future__ import annotations
 

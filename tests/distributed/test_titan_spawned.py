@@ -38,7 +38,7 @@ STEPS, BATCH = 4, 4
 
 @functools.cache
 def batches():
-    """``(tokens, labels)`` of every step, the same on every rank; two of them in turn."""
+    """``(tokens, labels)`` of every step, the same on every rank; two batches in turn."""
     shape = 2, 2, BATCH, LENGTH
     data = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(5)).unbind()
     return [data[i % 2] for i in range(STEPS)]
@@ -83,7 +83,7 @@ def same(got, want, tolerance=1e-4) -> None:
 
 
 def policy(context, op, *args, **kwargs):
-    """Torchtitan's selective checkpoint: keep attention and matrix products."""
+    """Torchtitan's selective checkpoint: keep the results of attention and matrix products."""
     kept = {*cp_dispatch.ops_to_save(), torch.ops.aten.mm.default}
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -99,7 +99,7 @@ CHECKPOINTS = {
 
 
 def in_block(env: Env, mesh, model, turns=()):
-    """A forward as torchtitan's trainer does it: the batch's and the model's buffers in a block."""
+    """A forward as in torchtitan's trainer: the batch's and the model's buffers are in a block."""
     rows = mesh["dp"] if "dp" in mesh.mesh_dim_names else None
 
     def forward(tokens, labels):
@@ -111,14 +111,14 @@ def in_block(env: Env, mesh, model, turns=()):
             no_restore_buffers=set(data),
         ):  # fmt: skip
             loss = loss_of(model(data[0]), data[1])
-            loss.backward()  # inside, for checkpoints recompute what they find there
+            loss.backward()  # inside, because checkpoints recompute with the settings in force
         return loss
 
     return forward
 
 
 def by_shards(env: Env, mesh, model, turns):
-    """No block: the caller cuts the batch and the table, the style is told the order."""
+    """No block: the caller cuts the batch and the table, and tells the style the order."""
     layout = cp_dispatch.HeadTail(LENGTH, mesh["cp"].size())
     own_turns = cp_dispatch.shard(mesh["cp"], turns[0], 0, layout)
 
@@ -136,7 +136,7 @@ def by_shards(env: Env, mesh, model, turns):
 
 
 def titan(env: Env, checkpoint: str, compiler: str | None = None, block=True) -> None:
-    """Style, then checkpoints, then compiled blocks, then FSDP2 over data x context."""
+    """The style, then checkpoints, then compiled blocks, then FSDP2 over data x context."""
     if compiler == "inductor" and not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -156,13 +156,14 @@ def titan(env: Env, checkpoint: str, compiler: str | None = None, block=True) ->
     forward = (in_block if block else by_shards)(env, mesh, model, [model.turns])
     same(train(model, forward, everyone.get_group()), train(build(env.device)))
     if compiler is not None:
-        # Alike blocks share one graph.
+        # Identical blocks share one graph.
         counters = torch._dynamo.utils.counters
         assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1, counters
 
 
 def recomputed_outside(env: Env) -> None:
-    """After the block a style of its order does not know it any more: no other one is taken."""
+    """After the block, a style that took the block's order no longer knows it. It does not assume
+    another."""
     mesh = env.mesh()
     for balancer in ("auto", "head-tail"):
         model = build(env.device)
@@ -189,8 +190,8 @@ def recomputed_outside(env: Env) -> None:
 
 
 def style_follows_its_surroundings(env: Env) -> None:
-    """A compiled module in a style: another order, schedule or train/eval is not answered by the
-    old graph, and coming back finds it again."""
+    """A compiled module in a style: under another order, schedule or train/eval mode the old graph
+    does not run. A return to the earlier ones finds it again."""
     torch._dynamo.reset()
     mesh = env.mesh()
     generator = torch.Generator().manual_seed(0)
@@ -233,8 +234,8 @@ def _broken(x):
 
 
 def style_where_dynamo_loses_it(env: Env) -> None:
-    """Operations that dynamo does not follow on marked tensors, and graph breaks, are never local
-    attention: they run in eager mode, or raise with fullgraph=True."""
+    """Operations that dynamo does not follow on marked tensors, and graph breaks, never become
+    local attention: they run in eager mode, or raise with fullgraph=True."""
     mesh = env.mesh()
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(1, LENGTH, 24, generator=generator).to(env.device)
@@ -250,7 +251,7 @@ def style_where_dynamo_loses_it(env: Env) -> None:
                 for way in (lambda t: t, self.way)
             )
             output = F.scaled_dot_product_attention(*other, is_causal=True)
-            # Beside one that dynamo follows, too.
+            # Also together with a call that dynamo follows.
             return output + F.scaled_dot_product_attention(*plain) if self.twice else output
 
     ways = {
@@ -277,7 +278,8 @@ def style_where_dynamo_loses_it(env: Env) -> None:
 
 
 def style_with_flex_beside(env: Env) -> None:
-    """``flex_attention`` in a graph of a style around SDPA would be local: it runs uncompiled."""
+    """``flex_attention`` in a graph of a style around SDPA would be local, so it runs
+    uncompiled."""
     torch._dynamo.reset()
     mesh = env.mesh()
     generator = torch.Generator().manual_seed(0)
@@ -300,7 +302,7 @@ def style_with_flex_beside(env: Env) -> None:
 
 
 def sequence_plan(model: Llama) -> dict:
-    """Torchtitan's: norms on shards of the sequence, projections on shards of heads."""
+    """Torchtitan's plan: norms on shards of the sequence, projections on shards of heads."""
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -349,8 +351,8 @@ def sequence_parallel(env: Env, autocast: bool = False) -> None:
 
 
 def pipeline(env: Env, style: bool) -> None:
-    """Two stages x context: every stage's table of positions is a buffer of the block, so that
-    positions are right in a stage that sees no tokens."""
+    """Two stages x context. Every stage's table of positions is a buffer of the block, so that
+    positions are right in a stage that gets no tokens."""
     mesh = env.mesh(2, env.world_size // 2, names=("pp", "cp"))
     stage_index, group = mesh["pp"].get_local_rank(), mesh["cp"].get_group()
     part = build(env.device)

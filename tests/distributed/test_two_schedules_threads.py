@@ -1,4 +1,4 @@
-"""A forward by one schedule and its backward by another, which "auto" takes on GPUs."""
+"""A forward by one schedule and its backward by another, as "auto" selects on GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.distributed.threads import run_threads
 
 @pytest.fixture(autouse=True)
 def two(monkeypatch):
-    """What needs constants of a GPU."""
+    """Select two schedules, for which "auto" needs constants of a GPU."""
 
     def choose(plan, *_):
         return of_two(*(settle(plan, wish, "cuda") for wish in ("gather", "ulysses")))
@@ -56,7 +56,7 @@ class Case:
 @pytest.mark.parametrize("heads, key_heads", [(4, 2), (8, 1), (5, 5)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_exact_again_and_again(monkeypatch, world_size, heads, key_heads, rooms):
-    """Also without the op, from the second call on, and of some gradients alone."""
+    """Also without the op, from the second call on, and for some gradients alone."""
     found = Rooms(monkeypatch) if rooms else None
     case = Case(world_size, heads, key_heads)
 
@@ -82,7 +82,7 @@ def test_exact_again_and_again(monkeypatch, world_size, heads, key_heads, rooms)
 @pytest.mark.parametrize("rooms", [False, True], ids=["collectives", "rooms"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_in_head_tail_order(monkeypatch, world_size, rooms, causal):
-    """And without a mask, where there is no mirror rank either."""
+    """Also without a mask, when there is no mirror rank either."""
     found = Rooms(monkeypatch) if rooms else None
     case = Case(world_size, causal=causal)
     balancer = HeadTail(16 * world_size, world_size)

@@ -1,7 +1,7 @@
-"""FlexAttention problems, and what they should give: the formulas in float64, without flex.
+"""FlexAttention problems and their exact results: the formulas in float64, without flex.
 
-Mods are written with plain tensor arithmetic, so that they also broadcast over whole index grids:
-that is how the reference calls them, while torch calls them with one index each.
+Mods are written with plain tensor arithmetic, so that they also broadcast over whole index grids.
+The reference calls them in that way; torch calls them with one index each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.distributed.reference import FACTOR, _scatter
 
-# Torch warns once a process of return_lse, and a graph compiled before is guarded by that.
+# Torch warns about return_lse once per process, and a graph that was compiled before has a guard on
+# that.
 getattr(torch_flex, "_WARNINGS_SHOWN", set()).add("deprecated_return_lse")
 
 
@@ -38,7 +39,7 @@ def causal(b, h, q, k):
 
 
 def documents(length: int, mean: int, device, batch: int = 1) -> Tensor:
-    """Document of each position, ``(batch, length)`` int32, with lengths around ``mean``."""
+    """The document of each position, ``(batch, length)`` int32, with lengths around ``mean``."""
     generator = torch.Generator().manual_seed(length + mean)
     ids = []
     for _ in range(batch):
@@ -63,7 +64,8 @@ def _relative(bias: Tensor, length: int):
 
 
 def make_mods(kind: str, length: int, heads: int, device, dtype=torch.float32) -> Mods:
-    """Mods by name; what they capture is on ``device``, floating in ``dtype``, the same for all."""
+    """Mods by name. What they capture is on ``device``, floating tensors in ``dtype``, the same for
+    all."""
     generator = torch.Generator().manual_seed(7)
 
     def parameter(*shape):
@@ -104,9 +106,9 @@ KINDS = (
     "none", "causal", "window", "prefix", "documents", "documents of each row", "dilated",
     "by head", "blind rows", "alibi", "soft cap", "relative bias", "bias by row",
 )  # fmt: skip
-# Torch's compiled backward takes the gradient of a tensor that is indexed once.
+# Torch's compiled backward supports the gradient of a tensor that is indexed once.
 COMPILED_KINDS = (*KINDS[:-1], "bias by query")
-# The batch rows and heads that a kind's block mask tells apart.
+# The kinds whose block mask differs by batch row, and by head.
 OWN_BATCH, OWN_HEADS = ("documents of each row", "28 documents"), ("by head",)
 
 
@@ -171,9 +173,9 @@ def exact(problem: FlexProblem, device="cpu") -> dict[str, Tensor]:
     inputs = [x.double() for x in problem.tensors(device)]
     mods = dataclasses.replace(problem, dtype=torch.float64).mods(device)
     if mods.parameter is not None:
-        with torch.no_grad():  # what the problem's own dtype makes of it
+        with torch.no_grad():  # computed in the problem's own dtype
             mods.parameter.copy_(problem.mods(device).parameter)
-    # One batch row at a time, for all the scores of a large problem take much memory.
+    # One batch row at a time, because all the scores of a large problem take much memory.
     rows = [
         _exact_row(problem, mods, row, [x[row : row + 1] for x in inputs])
         for row in range(problem.batch)
@@ -218,14 +220,15 @@ NAMES = ("output", "logsumexp", "dQ", "dK", "dV", "dParameter")
 
 @contextlib.contextmanager
 def gradients_on_cpu():
-    """Go around torch's refusal of FlexAttention gradients on CPU; the op's dense path has them."""
+    """Bypass torch's refusal of FlexAttention gradients on CPU; the op's dense path supports
+    them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_flex, "_validate_device", lambda query, key, value: None)
         yield
 
 
 def one_device(problem: FlexProblem, device="cpu", attend=flex_attention) -> dict[str, Tensor]:
-    """What torch's own FlexAttention gives on one device."""
+    """The results of torch's own FlexAttention on one device."""
     *inputs, grad, grad_lse = problem.tensors(device)
     mods = problem.mods(device)
     leaves = [x.requires_grad_() for x in inputs]
@@ -237,10 +240,11 @@ def one_device(problem: FlexProblem, device="cpu", attend=flex_attention) -> dic
 
 
 def check(got: dict[str, Tensor], want: dict[str, Tensor], single: dict[str, Tensor]) -> None:
-    """Every result is as near to ``want`` as one device's, up to FACTOR.
+    """Check that every result is as close to ``want`` as one device's, up to FACTOR.
 
-    Nobody can beat the exact answer rounded to the dtype, so its error counts as one device's
-    where that happens to be luckier, as in :func:`tests.distributed.reference.report`.
+    No result can be better than the exact answer rounded to the dtype, so that error counts instead
+    of one device's if one device happens to be luckier, as in
+    :func:`tests.distributed.reference.report`.
     """
     assert set(got) == set(want), (set(got), set(want))
     wrong = []
@@ -256,6 +260,6 @@ def check(got: dict[str, Tensor], want: dict[str, Tensor], single: dict[str, Ten
             for x in (mine, true.to(mine.dtype), theirs)
         )
         allowed = max(others)
-        if not error <= FACTOR * _scatter(true) * allowed:  # a NaN is wrong
+        if not error <= FACTOR * _scatter(true) * allowed:  # a NaN counts as wrong
             wrong.append(f"{name}: error {error:.3e}, one device {allowed:.3e}")
     assert not wrong, "; ".join(wrong)

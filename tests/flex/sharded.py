@@ -20,7 +20,7 @@ ROWS = (Shard(2),)
 
 
 def permuted(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Dim 2 by ``index`` (1 or B, S)."""
+    """Permute dim 2 by ``index`` (1 or B, S)."""
     index = index.to(x.device)
     if index.size(0) == 1:
         return x.index_select(2, index[0])
@@ -31,9 +31,9 @@ def run_sharded(
     problem: FlexProblem, mesh, placements=ROWS, *, key_placements=None, layout=None,
     attend=flex_attention, parameter=None, block_mask=None, needs_grad=True,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Whole results; checks on the way that they are placed like what they belong to.
+    """Whole results. Also checks that each has the placements of the input that it belongs to.
 
-    ``parameter`` places the captured parameter as a DTensor, with None it stays plain;
+    ``parameter`` places the captured parameter as a DTensor; with None it stays plain.
     ``block_mask(mods)`` replaces the global mask.
     """
     device = mesh.device_type
@@ -76,8 +76,8 @@ def replicated(mesh) -> tuple:
 
 @contextlib.contextmanager
 def uncompiled_op():
-    """Inside, ``flex_attention`` calls the op itself, for torch's tracers are not for threads; with
-    gradients."""
+    """Inside, ``flex_attention`` calls the op itself, with gradients, because torch's tracers do
+    not support threads."""
     module = importlib.import_module("torch._higher_order_ops.flex_attention")
     trace, lock = module.create_fw_bw_graph, threading.Lock()
 
@@ -93,8 +93,8 @@ def uncompiled_op():
 
 @contextlib.contextmanager
 def in_groups():
-    """Inside, keys go by groups of heads whatever the mask and however small the problem; the list
-    of how many groups there were, by calls."""
+    """Inside, keys are exchanged by groups of heads, whatever the mask and however small the
+    problem. Yields a list of ``("forward" or "backward", number of groups)`` of all calls."""
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "LEAST_ROWS", 0)

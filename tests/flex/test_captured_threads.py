@@ -1,5 +1,5 @@
-"""Tensors that mods capture, given to the op as dynamo gives them. Ranks as threads, against dense
-float64."""
+"""Tensors that mods capture, passed to the op as dynamo passes them. Ranks as threads, against
+dense float64."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def weighted(score, b, h, q, k, slope, bias, ids):
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_gradients_where_a_rank_has_no_rows(grouped):
-    """It takes part in the sums that the others make, and in no others."""
+    """The rank takes part in the sums that the other ranks make, and in no others."""
     inputs = tensors(4)
     slope, bias = torch.rand(2, 4, generator=torch.Generator().manual_seed(0)).double()
     ids = torch.arange(4) // 3
@@ -92,7 +92,8 @@ def test_gradients_where_a_rank_has_no_rows(grouped):
 
 
 def test_whole_keys_where_a_rank_has_no_rows():
-    """Over two mesh dims, whose ranks would make a group: the others waited for it there."""
+    """Over two mesh dims, whose ranks would create a group: the others waited there for the rank
+    without rows."""
     inputs = tensors(2)
     mask = create_block_mask(causal, None, None, 2, 2, "cpu")
 
@@ -115,7 +116,7 @@ def test_whole_keys_where_a_rank_has_no_rows():
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
 def test_inference_mode(placement):
-    """Of a DTensor from outside of it torch makes no view there."""
+    """In inference mode torch does not make a view of a DTensor that was created outside it."""
     inputs, bias = tensors(8), torch.arange(8.0, dtype=torch.float64)
     mask = create_block_mask(causal, None, None, 8, 8, "cpu")
 
@@ -134,7 +135,7 @@ def test_inference_mode(placement):
 
 
 def test_layout_of_each_batch_row():
-    """With a rank that has no rows, a mask of each head, and a captured number."""
+    """With a rank that has no rows, a mask for each head, and a captured number."""
     layout, inputs = PerDocumentHeadTail([[1, 3], [2, 2]], 3), tensors(4)
     mask = create_block_mask(every_second, None, H, 4, 4, "cpu")
 

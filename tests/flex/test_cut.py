@@ -1,4 +1,5 @@
-"""Cutting block masks, on integers: what a rank's rows compute is what the whole mask says."""
+"""Cutting block masks, tested on integers: what a rank's rows compute is what the whole mask
+says."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def masks(draw):
     pairs = torch.rand(
         rows, 2, length, length, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
     )
-    # Whole stripes of rows and keys, so that there are full and empty blocks.
+    # Whole stripes of rows and keys, so that some blocks are full and some empty.
     keep = draw(st.sampled_from([0.0, 0.02, 0.5, 1.0]))
     stripes = (torch.arange(length)[:, None] // 16 + torch.arange(length) // 16) % 3
     pairs = torch.where(stripes == 0, pairs < keep, (stripes == 1).expand_as(pairs))
@@ -78,7 +79,7 @@ def test_what_is_computed_is_what_the_mask_says(case):
             blocks = mine.unflatten(2, (-1, kv_block)).unflatten(1, (-1, q_block))
             some, every = blocks.any(4).any(2), blocks.all(4).all(2)
             row = b if partial.size(0) > 1 else 0
-            # Nothing is left out, nothing is full that is not.
+            # Nothing is left out, and no block counts as full that is not.
             assert not (some & ~(partial | full)[row]).any()
             assert not (full[row] & ~every).any()
 
@@ -104,7 +105,7 @@ def test_both_directions_agree(case):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_aligned_shards_keep_full_blocks_full(ranks):
-    """Where shards begin at a block, a rank's rows of blocks are those of the whole mask."""
+    """If shards begin at a block, a rank's block rows are those of the whole mask."""
     whole = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 70), None, None, 256, 256, "cpu", BLOCK_SIZE=32
     )
@@ -131,7 +132,8 @@ def test_lists_are_the_inverse_of_tables(rows, columns, seed):
     table = torch.rand(2, 1, rows, columns, generator=torch.Generator().manual_seed(seed)) < 0.4
     num, indices = lists(table)
     assert torch.equal(dense(num, indices, columns), table)
-    # Beyond a list's end too there are blocks that exist: kernels may look at them ahead of time.
+    # Also beyond a list's end there are valid block indices, because kernels may read them ahead of
+    # time.
     assert torch.equal(
         indices.sort(-1).values, torch.arange(columns, dtype=torch.int32).expand_as(indices)
     )
@@ -164,7 +166,7 @@ def test_a_rank_without_rows():
 
 
 def test_the_mask_of_the_helper_is_exact():
-    """``create_cp_block_mask`` sees pairs, so it knows more blocks to be full than a cut does."""
+    """``create_cp_block_mask`` evaluates pairs, so it finds more full blocks than a cut does."""
     from torch.distributed.device_mesh import DeviceMesh
 
     import cp_dispatch
@@ -185,5 +187,5 @@ def test_the_mask_of_the_helper_is_exact():
         assert torch.equal(full, blocks.all(5).all(3))
         assert torch.equal(partial | full, blocks.any(5).any(3))
         assert own.shape == (1, 2, 50, 50)
-        # Kernels on GPUs step through the lists of either direction by 1.
+        # Kernels on GPUs step through both kinds of lists with stride 1.
         assert all(x.is_contiguous() for x in own.as_tuple()[2:10])

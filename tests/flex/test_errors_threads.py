@@ -1,5 +1,5 @@
-"""Where ranks read each other's rooms, an error of an op of FlexAttention on some of them leaves no
-other waiting, and no flag for the next call (:mod:`cp_dispatch.flex.to_the_end`).
+"""If ranks read each other's rooms, an error of a FlexAttention op on some of them leaves no other
+rank waiting, and no flag for the next call (:mod:`cp_dispatch.flex.to_the_end`).
 
 Copy engines are emulated (:mod:`tests.distributed.rooms`).
 """
@@ -72,7 +72,7 @@ def layout_of(kind: str | None, mask, ranks: int) -> str:
 
 
 def tensors_of(rank: int, ranks: int, mesh, kind: str | None, device: str = "cpu"):
-    """Keys and values of a rank, gradients of all positions, and the ops' arguments of a mask."""
+    """Keys and values of a rank, gradients of all positions, and the ops' arguments for a mask."""
     mask = create_block_mask(
         lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device, BLOCK_SIZE=8
     )
@@ -100,7 +100,7 @@ def test_memory_runs_out_anywhere(monkeypatch, failing, name, known, kind):
 
     def body(rank: int) -> None:
         own, grads, arguments = tensors_of(rank, RANKS, init_device_mesh("cpu", (RANKS,)), kind)
-        call(own, grads, arguments)  # who needs what, which ranks ask each other, and the rooms
+        call(own, grads, arguments)  # works out needs, exchanges lists, makes the rooms
         for last in itertools.count(step=len(failing)):
             if not known:
                 for box in rooms._boxes.values():
@@ -130,7 +130,8 @@ def test_memory_runs_out_anywhere(monkeypatch, failing, name, known, kind):
 
 @pytest.mark.parametrize("pulls", [3, 4])
 def test_memory_that_copies_write_to_goes_when_they_are_done(pulls):
-    """After an error between a pull and what waits for it; else the flags' pull is waited for."""
+    """If the error is between a pull and its wait, that pull is waited for. Otherwise the pull of
+    the flags is."""
     box = mock.Mock(pulls=pulls)
     finish(box, 3)
     assert box.wait.called == (pulls == 4)

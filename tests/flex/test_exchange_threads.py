@@ -1,4 +1,4 @@
-"""What moves, counted in bytes, and whether it arrives: the ops alone, ranks as threads."""
+"""What is sent, counted in bytes, and whether it arrives: the ops alone, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from tests.distributed.threads import run_threads
 
 OPS = torch.ops.cp_dispatch
 B, HKV, D, DV = 2, 2, 3, 5
-ROW = B * HKV * (D + DV) * 4  # bytes of a position's key and value
+ROW = B * HKV * (D + DV) * 4  # bytes of one position's key and value
 
 
 class Counter:
-    """Bytes that each rank gives to others."""
+    """The bytes that each rank sends to others."""
 
     def __init__(self, monkeypatch):
         self.sent: dict[int, list[int]] = {}
@@ -76,9 +76,9 @@ def positions(owned, rank: int) -> torch.Tensor:
 
 
 def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
-    """Bring keys to the ranks and gradients back; checks every row of both.
+    """Bring keys to the ranks and gradients back, and check every row of both.
 
-    A rank's gradient of the key at position p is p + 1000 times its rank + 1.
+    Rank r's gradient of the key at position p is p + 1000 r.
     """
     owned = ownership(length, (ranks,), layout, (0, B) if layout and _rows(layout) > 1 else None)
     generator = torch.Generator().manual_seed(length)
@@ -107,7 +107,7 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
             ring_group_name(mesh, (0,)), layout, False, whole,
         )  # fmt: skip
         own = take(key, rank), take(value, rank)
-        for _ in range(2):  # the second time by what is kept
+        for _ in range(2):  # the second time with what is cached
             buffer = OPS.flex_bring(*own, *arguments, True, False)
             got = split_rows(buffer, [D, DV])
         for lane in range(owned.lanes):
@@ -118,11 +118,11 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
             for mine, true in zip(got, (key, value), strict=True):
                 assert torch.equal(mine[rows][:, :, index], true[rows][:, :, index])
                 others = mine[rows][:, :, rest]
-                # Copy engines move needed rows alone, also where a collective gathers all.
+                # Copy engines move only needed rows, even if a collective gathers all.
                 gathered = rooms is None and pays_to_gather(needs, owned)
                 assert torch.equal(others, true[rows][:, :, rest] * float(gathered))
-        # Kernels read every row of a block that this rank's mask lists, and memory of others is
-        # never written: so all of them must be there.
+        # Kernels read every row of a block that this rank's mask lists, and other memory is never
+        # written. So all rows of these blocks must be there.
         listed = listed_blocks(arguments)
         for b in range(B):
             blocks_of_row = listed[b if len(listed) > 1 else 0].nonzero().flatten()
@@ -150,7 +150,7 @@ def run_ops(mask, length: int, ranks: int, layout="", whole=False, rooms=None):
 
 
 def listed_blocks(arguments) -> torch.Tensor:
-    """``(B or 1, key blocks)``: those that some row and head of the rank's mask computes."""
+    """``(B or 1, key blocks)``: the blocks that some row and head of the rank's mask computes."""
     job = MaskJob(*arguments)
     own = Blocks(*unpack(OPS.flex_cut(*arguments, -1, False), job.packed_shapes(-1)))
     columns = int(job.columns)
@@ -203,13 +203,13 @@ def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long):
 
 def test_a_window_moves_one_edge(monkeypatch):
     """A window of 128 on 4,096 tokens over 8 ranks: each rank sends its last rows to the next one,
-    as many as a block, and the backward brings as many gradients back."""
+    as many as a block has, and the backward returns the same number of gradients."""
     counter = Counter(monkeypatch)
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 4096, 4096, "cpu"
     )
     run_ops(mask, 4096, 8)
-    # Two forwards and one backward, one collective each.
+    # Two forwards and one backward, with one collective each.
     for rank in range(8):
         forward = 128 * ROW if rank < 7 else 0
         backward = 128 * ROW if rank > 0 else 0
@@ -218,7 +218,7 @@ def test_a_window_moves_one_edge(monkeypatch):
 
 
 def test_a_room_holds_what_others_need(monkeypatch):
-    """Of the same window an edge, not the shard."""
+    """For the same window it holds an edge, not the shard."""
     rooms = Rooms(monkeypatch)
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 4096, 4096, "cpu"
@@ -236,7 +236,8 @@ def test_documents_that_ranks_do_not_share_move_nothing(monkeypatch):
     )
     run_ops(mask, 1024, 4)
     assert not counter.sent, "no rank may even call a collective"
-    # Two documents that cross one border: those two ranks alone move anything.
+    # Two documents, each of which crosses one border: only the ranks at these borders send
+    # anything.
     ids = torch.arange(1024) // 384
     mask = create_block_mask(
         lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 1024, 1024, "cpu"
@@ -266,12 +267,12 @@ def test_all_keys_are_gathered(monkeypatch):
 
 
 def test_large_moves_go_one_distance_at_a_time(monkeypatch):
-    """So that a rank never holds a second copy of everybody's rows."""
+    """So a rank never holds a second copy of all other ranks' rows."""
     monkeypatch.setattr(exchange, "_AT_ONCE", 0)
     counter = Counter(monkeypatch)
     mask = create_block_mask(causal, None, None, 96, 96, "cpu", BLOCK_SIZE=8)
     run_ops(mask, 96, 3)
-    # Rank 0 sends its 32 rows to rank 1, then to rank 2.
+    # Rank 0 sends its 32 rows first to rank 1, then to rank 2.
     assert counter.sent[0][:2] == [32 * ROW, 32 * ROW]
     assert counter.sent[2][:2] == [0, 0]
 
@@ -279,8 +280,8 @@ def test_large_moves_go_one_distance_at_a_time(monkeypatch):
 @pytest.mark.parametrize("kind", ["", "head"])
 @pytest.mark.parametrize("length, block", [(72, 8), (50, 8), (33, 16)])
 def test_hops_bring_windows(kind, length, block, monkeypatch):
-    """Every needed row of an owner arrives in its window, and gradients go home; hops at which no
-    rank needs anything call no collective."""
+    """Every needed row of an owner arrives in its window, and gradients return to their owners. A
+    hop at which no rank needs anything calls no collective."""
     ranks, edge = 3, block
     layout = HeadTail(length, ranks).text if kind else ""
     counter = Counter(monkeypatch)
@@ -345,7 +346,7 @@ def test_windows_of_blocks_on_a_border():
 
 
 def test_moves_are_runs():
-    """What is next to each other in the shard and among all positions is one run."""
+    """Rows that are adjacent both in the shard and among all positions are one run."""
     owned = ownership(16, (2,), HeadTail(16, 2).text)
     assert owned.spans(0) == (Span(0, 4), Span(12, 4))
     table = moves((((Span(0, 16),),), ((Span(2, 12),),)), owned)
@@ -377,8 +378,8 @@ def test_kept_while_a_mask_lives_and_stays_as_it_is():
 
 
 def test_kept_by_objects_only_as_they_were():
-    """One tensor object whose memory, place in it, shape or contents change; and memory that comes
-    again at another object's address."""
+    """One tensor object whose memory, offset, shape or contents change; and memory that is reused
+    at another object's address."""
     kept, made = Kept(), []
 
     def known(*tensors) -> bool:
@@ -420,7 +421,8 @@ def test_kept_values_are_not_held_by_objects():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_mask_of_other_contents_is_looked_at_anew(ranks, monkeypatch):
-    """The same tensors written over with another mask: nobody waits for yesterday's rows."""
+    """The same tensors, overwritten with another mask: no rank waits for the rows of the old
+    one."""
     counter = Counter(monkeypatch)
     length = 16 * ranks
     near = create_block_mask(
@@ -436,7 +438,7 @@ def test_a_mask_of_other_contents_is_looked_at_anew(ranks, monkeypatch):
 
 
 def test_rows_that_lie_side_by_side_come_in_one_copy():
-    """Scattered among all positions, but not in their owner's shard."""
+    """The rows are scattered among all positions, but not in their owner's shard."""
     laid = BlockBalanced([1 + i * i % 13 for i in range(32)], 2, block_size=2).text
     owned = ownership(64, (2,), laid)
     table = moves(everything(owned, owned), owned)

@@ -1,4 +1,5 @@
-"""``torch.compile`` of FlexAttention on DTensors, on real processes: whole graphs, both ways."""
+"""``torch.compile`` of FlexAttention on DTensors, on real processes: forward and backward in whole
+graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from tests.flex.sharded import in_groups, run_sharded
 
 
 class Graphs:
-    """A backend that compiles as ``aot_eager`` does and counts ops in what it is given."""
+    """A backend that compiles as ``aot_eager`` does and counts the ops in the graphs that it
+    gets."""
 
     def __init__(self):
         self.forward: list[dict] = []
@@ -73,7 +75,8 @@ def blocks(length: int, ranks: int) -> BlockBalanced:
 
 
 def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> None:
-    """As exact as one device; keys come once each way, and a second call compiles nothing."""
+    """As exact as one device. Keys are exchanged once each way, and a second call compiles
+    nothing."""
     torch._dynamo.reset()
     graphs = Graphs()
 
@@ -83,7 +86,7 @@ def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> N
     function = flex_attention if compile_what == "flex" else doubled
     attend = torch.compile(function, fullgraph=True, backend=graphs)
     with gradients_on_cpu():
-        single = one_device(problem)  # and torch has warned once about all that it warns about
+        single = one_device(problem)  # this also triggers torch's one-time warnings
     layout = layout and layout(problem.length, env.world_size)
     with gradients_on_cpu(), cp_dispatch.enabled(layout=layout):
         for again in (False, True):
@@ -98,13 +101,13 @@ def alone(env: Env, problem: FlexProblem, layout=None, compile_what="flex") -> N
             torch.testing.assert_close(x, want[name])
     (forward,), (backward,) = graphs.forward, graphs.backward
     assert forward == {CUT: 1, LISTED: 1, BRING: 1, "flex_attention": 1}, forward
-    # What the forward made of the mask is kept for the backward, the keys are not.
+    # What the forward made of the mask is kept for the backward; the keys are not.
     assert backward[BRING] == backward[BACK] == backward["flex_attention_backward"] == 1, backward
     assert not {CUT, ORDER, LISTED} & set(backward), backward
 
 
 def compiled_ring(env: Env) -> None:
-    """As exact as one device, all hops in one graph, forward and backward."""
+    """As exact as one device, with all hops in one graph, forward and backward."""
     torch._dynamo.reset()
     problem, graphs = FlexProblem("relative bias", 250, block=32), Graphs()
     attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
@@ -122,8 +125,8 @@ def compiled_ring(env: Env) -> None:
 
 
 def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
-    """As exact as one device, all groups of heads in one graph; what starts and what takes is the
-    graph's own, and a second call compiles nothing."""
+    """As exact as one device, with all groups of heads in one graph. Each graph contains its own
+    ops that start and finish the exchanges, and a second call compiles nothing."""
     torch._dynamo.reset()
     graphs, count = Graphs(), problem.key_heads
     attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
@@ -148,9 +151,9 @@ def compiled_groups(env: Env, problem: FlexProblem, layout=None) -> None:
 
 
 def without_rows(env: Env, grouped: bool) -> None:
-    """A rank that computes nothing, but has keys: its graph needs nothing of the exchange, and the
-    other one needs it there. The same for the sum of a captured tensor's gradients; of another
-    tensor nobody wants one, and none is summed."""
+    """A rank that computes nothing, but has keys: its graph does not need the exchange, but the
+    other rank needs it there. The same holds for the sum of a captured tensor's gradients. For
+    another captured tensor no gradient is requested, and none is summed."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, 2, n, 16, generator=generator) for n in (1, 64, 64)]
     bias, slope = torch.rand(2, 64, generator=generator)
@@ -165,7 +168,7 @@ def without_rows(env: Env, grouped: bool) -> None:
         want = flex_attention(*alone, score)
         want = [want, *torch.autograd.grad(want, [*alone, bias], want.detach())]
         leaves = [distribute(x, env.mesh(), [Shard(2)]).requires_grad_() for x in whole]
-        # Which cut graphs in two in different ways.
+        # These split graphs into forward and backward in different ways.
         for backend in (Graphs(), "aot_eager"):
             torch._dynamo.reset()
             out = torch.compile(flex_attention, fullgraph=True, backend=backend)(*leaves, score)
@@ -181,7 +184,7 @@ def without_rows(env: Env, grouped: bool) -> None:
 
 
 def documents_of_other_lengths(env: Env) -> None:
-    """One graph for all contents of a mask, and what moves goes by the contents."""
+    """One graph for all contents of a mask. What is sent depends on the contents."""
     torch._dynamo.reset()
     graphs = Graphs()
     attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
@@ -210,8 +213,9 @@ def documents_of_other_lengths(env: Env) -> None:
 class Attention(torch.nn.Module):
     """A block of a model: projections, flex attention with a learned bias, residual.
 
-    The bias is a plain tensor: in graphs that no compiler gets, torch 2.13's dense backward has no
-    gradient for what became a shard of a DTensor on the way. ``tests/gpu`` has one as a parameter.
+    The bias is a plain tensor. In graphs that are not compiled further, torch 2.13's dense backward
+    has no gradient for a tensor that became a shard of a DTensor on the way. ``tests/gpu`` has a
+    bias that is a parameter.
     """
 
     def __init__(self, width: int, heads: int, length: int):
@@ -236,13 +240,13 @@ class Attention(torch.nn.Module):
 
 
 def model_in_one_graph(env: Env, backend_name: str | None) -> None:
-    """Two layers whose parameters are replicated DTensors, with a learned bias that the mod
-    captures; against one process."""
+    """Two layers with replicated DTensors as parameters, and a learned bias that the mod captures,
+    against one process."""
     torch._dynamo.reset()
     length, width, heads = 96, 16, 2
     mask = create_block_mask(causal, None, None, length, length, "cpu", BLOCK_SIZE=32)
-    # Uncompiled, torch's dynamo takes no views of what a Linear makes of a batch of shards; torch
-    # 2.11 has no such Linear in a graph.
+    # Uncompiled, torch's dynamo supports no views of a Linear's output for a batch of shards. Torch
+    # 2.11 does not support such a Linear in a graph.
     batch = 2 if backend_name is not None and TORCH_2_13 else 1
     x = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(0))
 
@@ -276,7 +280,7 @@ def model_in_one_graph(env: Env, backend_name: str | None) -> None:
 
 
 def follows_the_setting(env: Env) -> None:
-    """Another layout compiles anew, coming back finds the first graph again."""
+    """Another layout compiles anew; a return to the first layout finds the first graph again."""
     torch._dynamo.reset()
     graphs = Graphs()
     attend = torch.compile(flex_attention, fullgraph=True, backend=graphs)
@@ -300,10 +304,10 @@ def inductor_groups(env: Env) -> None:
 
 
 def inductor(env: Env, problem=None) -> None:
-    """The kernel that inductor makes for CPU (which has no backward); the second time from torch's
-    caches, which all ranks share and whose keys must tell them apart."""
+    """The kernel that inductor makes for CPU (which has no backward). The second time it comes from
+    torch's caches, which all ranks share and whose keys must distinguish the ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        # Its kernels go by the lists themselves: none of this is in their graphs.
+        # Its kernels use the lists themselves, so its graphs contain nothing of this.
         patch.setattr(flex_local, "Listed", None)
         _inductor(env, problem or FlexProblem("documents", 250, block=64))
         if problem is None:
@@ -327,7 +331,7 @@ def _inductor(env: Env, problem, layout=None) -> None:
 
 
 def lists_hold(env: Env, backend: str, schedule: str = "auto") -> None:
-    """Lists that say less than the mod, or more, in graphs that are not for inductor too."""
+    """Lists that say less than the mod, or more, also hold in graphs that are not for inductor."""
     torch._dynamo.reset()
     length, block = 100, 8
     kinds = torch.randint(0, 3, (1, 2, 13, 13), generator=torch.Generator().manual_seed(0))
@@ -357,7 +361,8 @@ def lists_hold(env: Env, backend: str, schedule: str = "auto") -> None:
 
 
 class OfBlocks(Graphs):
-    """Graphs of calls in a block, run as inductor's are: nobody sees their own calls of the op."""
+    """Graphs of calls in a block, run as inductor's are, so that nothing sees their own calls of
+    the op."""
 
     @staticmethod
     def _keep(counts):
@@ -377,7 +382,7 @@ class OfBlocks(Graphs):
 
 
 def plain_in_a_block(env: Env, kind: str, grouped: bool = False) -> None:
-    """Plain shards in a block, trained, in one graph for both directions."""
+    """Plain shards in a block, trained, with forward and backward in one graph each."""
     problem = FlexProblem(kind, 128, block=32)
     mods = problem.mods("cpu")
     with gradients_on_cpu(), pytest.MonkeyPatch.context() as patch:
@@ -414,7 +419,8 @@ def plain_in_a_block(env: Env, kind: str, grouped: bool = False) -> None:
 
 
 def plain_by_inductor(env: Env) -> None:
-    """The second time from torch's caches on disk, which tell ranks apart; and what is refused."""
+    """The second time it comes from torch's caches on disk, which distinguish ranks. Also what is
+    refused."""
     problem = FlexProblem("by head", 128, block=32)
     mods = problem.mods("cpu")
     with gradients_on_cpu():
@@ -445,7 +451,7 @@ def plain_by_inductor(env: Env) -> None:
 
 
 class Inner(torch.nn.Module):
-    """An attention module as models have them."""
+    """An attention module as in real models."""
 
     def forward(self, q, k, v, *, block_mask=None):
         return flex_attention(q, k, v, block_mask=block_mask)
@@ -490,7 +496,7 @@ class Styled(torch.nn.Module):
 
 
 def styled(mesh, balancers, inner=Inner, **how) -> list[Styled]:
-    """A block for each order, in its style; equal parameters at each call."""
+    """A block for each order, each in its style, with equal parameters at each call."""
     torch.manual_seed(0)
     blocks, made = [Styled(inner()) for _ in balancers], {}
     for block, balancer in zip(blocks, balancers, strict=True):
@@ -525,9 +531,9 @@ def style_by_inductor(env: Env) -> None:
 
 
 def style(env: Env, length: int = 96) -> None:
-    """Two blocks of one graph under checkpoints, as one device forward and backward, of parameters
-    each rank's share; each in its own, which is the same for both. A second call compiles nothing.
-    """
+    """Two blocks of one graph under checkpoints give what one device gives, forward and backward;
+    each rank has its share of the parameters' gradients. Each block is in its own style, which is
+    the same for both. A second call compiles nothing."""
     torch.manual_seed(0)
     mesh, whole = env.mesh(), torch.randn(1, 2, length, 16, dtype=torch.float64)
     mod = FlexProblem("documents", length).mods("cpu").mask
@@ -548,7 +554,7 @@ def style(env: Env, length: int = 96) -> None:
     with gradients_on_cpu():
         torch.manual_seed(0)
         alone = [Styled(Learned()) for _ in range(2)]
-        # Uncompiled in a checkpoint torch's dense backward has no gradient of what is captured.
+        # Uncompiled in a checkpoint, torch's dense backward has no gradient of captured tensors.
         want = results(functools.partial(through, alone, mask=mask), whole.clone(), alone)
         graphs, blocks = Graphs(), styled(mesh, [layout] * 2, Learned)
         compiled = torch.compile(functools.partial(train, blocks), fullgraph=True, backend=graphs)
@@ -578,7 +584,8 @@ def style(env: Env, length: int = 96) -> None:
 
 
 def style_follows_its_surroundings(env: Env, length: int = 64) -> None:
-    """Another order around compiles anew, coming back finds the first graph again."""
+    """Another order around the module compiles anew; a return to the first order finds the first
+    graph again."""
     torch._dynamo.reset()
     mesh, graphs = env.mesh(), Graphs()
     (block,) = styled(mesh, ["auto"])
@@ -600,7 +607,7 @@ def style_follows_its_surroundings(env: Env, length: int = 64) -> None:
 
 
 def style_refuses(env: Env) -> None:
-    """What a trace cannot know; without ``fullgraph`` it runs uncompiled."""
+    """What a trace cannot know. Without ``fullgraph`` it runs uncompiled."""
     torch.manual_seed(0)
     mesh, layout = env.mesh(), HeadTail(64, env.world_size)
     x = torch.randn(1, 2, 32, 16, dtype=torch.float64)
@@ -666,7 +673,7 @@ def style_refuses(env: Env) -> None:
         out = torch.utils.checkpoint.checkpoint(block, leaf, mask, use_reentrant=False)
     with gradients_on_cpu(), pytest.raises(cp_dispatch.ContextParallelError, match="recomputed in"):
         out.sum().backward()
-    gc.collect()  # what failed traces leave in cycles
+    gc.collect()  # reference cycles of failed traces
     cp_dispatch.disable()
     assert not install._rules_of_torch
 

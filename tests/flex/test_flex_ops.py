@@ -1,4 +1,4 @@
-"""The custom ops of FlexAttention: schemas and fakes agree with the kernels."""
+"""The custom ops of FlexAttention: their schemas and fakes agree with the kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arguments(length: int, full: bool, layout="", rank=0, ranks=1, batch=2):
 
 def keys(length: int):
     key, value = torch.randn(2, 3, length, 4), torch.randn(2, 3, length, 5)
-    # As models lay them out, and as they come from a matmul.
+    # In the memory layout of models, and in that of a matmul's result.
     return key.transpose(1, 2).contiguous().transpose(1, 2), value
 
 
@@ -90,7 +90,7 @@ def test_order_and_apart():
 
 @pytest.mark.parametrize("layout", ["", PerDocumentHeadTail([[7, 30], [30, 7]], 2).text])
 def test_fakes_of_groups(layout):
-    """Fakes say what two ranks get."""
+    """The fakes have the shapes that two ranks get."""
 
     def calls(key, value, mask):
         token = OPS.flex_start(key, value, *mask, 3, True, False)

@@ -49,7 +49,7 @@ def judge(env: Env, problem: FlexProblem, mesh=None, layout=None, schedule="auto
 
 
 def judge_results(env: Env, problem: FlexProblem, got: dict) -> None:
-    """Whole results, the same on every rank: the first one judges them for all."""
+    """The whole results are the same on every rank: the first rank judges them for all."""
     for x in got.values():
         first = x.clone()
         dist.broadcast(first, 0)
@@ -76,7 +76,7 @@ def laid_out(env: Env, problem: FlexProblem, kind: str, **how) -> None:
 
 
 def by_table(env: Env, **how) -> None:
-    """A layout whose rows have too many runs for a graph's constants."""
+    """A layout whose rows have too many runs for constants in a graph."""
     with mock.patch("cp_dispatch.flex.mods._MAX_PIECES", 0):
         laid_out(env, **how)
 
@@ -86,14 +86,15 @@ def two_dims(env: Env, problem: FlexProblem, placements, **how) -> None:
 
 
 def by_groups(env: Env, inner, counts=(2, 2), **how) -> None:
-    """A case with its keys by groups of heads, forward and backward."""
+    """A case with its keys exchanged by groups of heads, forward and backward."""
     with in_groups() as found:
         inner(env, **how)
     assert found == list(zip(("forward", "backward"), counts, strict=True)), found
 
 
 def placed_parameter(env: Env, placement, layout=None, length: int = 128) -> None:
-    """A captured bias as a DTensor: its gradient is placed like it and is that of one device."""
+    """A captured bias as a DTensor: its gradient has the same placements and is that of one
+    device."""
     problem = FlexProblem("bias by row", length)
     whole = problem.mods("cpu").parameter.detach()
     if layout:
@@ -122,7 +123,7 @@ def placed_parameter(env: Env, placement, layout=None, length: int = 128) -> Non
 
 
 def backward_afterwards(env: Env) -> None:
-    """The backward runs after the block, under other options, and leaves nothing behind."""
+    """The backward runs after the block, under different options, and leaves nothing behind."""
     problem = FlexProblem("causal", 128)
     backward = torch.ops.higher_order.flex_attention_backward
     with gradients_on_cpu():
@@ -145,19 +146,20 @@ def backward_afterwards(env: Env) -> None:
 
 
 def in_checkpoint(env: Env) -> None:
-    """Whose hooks stand around torch's trace of the gradients, which were what lay in memory."""
+    """The checkpoint's hooks are active while torch traces the gradients. These were whatever was
+    in memory."""
 
     def attend(*args, **kwargs):
         return torch.utils.checkpoint.checkpoint(
             flex_attention, *args, use_reentrant=False, **kwargs
         )
 
-    with torch.autograd.graph.save_on_cpu():  # also where the backward runs
+    with torch.autograd.graph.save_on_cpu():  # also around the backward
         judge(env, FlexProblem("relative bias", 64, batch=1), attend=attend)
 
 
 def cross(env: Env, lengths: tuple[int, int]) -> None:
-    """Queries and keys of different lengths, and gradients of some inputs alone."""
+    """Queries and keys of different lengths, and gradients of only some inputs."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, 2, n, 16, generator=generator) for n in (lengths[0], *[lengths[1]] * 2)
@@ -179,11 +181,11 @@ def cross(env: Env, lengths: tuple[int, int]) -> None:
 
 
 def aux(env: Env) -> None:
-    """``return_aux``, inference mode, and memory as models lay it out."""
+    """``return_aux``, inference mode, and the memory layout of models."""
     problem = FlexProblem("causal", 160)
     inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in problem.tensors()[:3]]
     mask = problem.block_mask(problem.mods("cpu"), "cpu")
-    request = AuxRequest(lse=True)  # torch gives maximal scores on CUDA alone
+    request = AuxRequest(lse=True)  # torch returns maximal scores only on CUDA
     want, want_aux = flex_attention(*inputs, block_mask=mask, return_aux=request)
     with cp_dispatch.enabled(), torch.inference_mode():
         sharded = [distribute(x, env.mesh(), ROWS) for x in inputs]
@@ -191,7 +193,7 @@ def aux(env: Env) -> None:
         assert got.placements == got_aux.lse.placements == ROWS
         torch.testing.assert_close(got.full_tensor(), want)
         torch.testing.assert_close(got_aux.lse.full_tensor(), want_aux.lse)
-        # Views of the output are decided by global strides and made of the shard.
+        # Views of the output are chosen by global strides and made of the shard.
         joined = got.transpose(1, 2).reshape(2, 160, -1)
         torch.testing.assert_close(joined.full_tensor(), want.transpose(1, 2).reshape(2, 160, -1))
 
@@ -199,7 +201,7 @@ def aux(env: Env) -> None:
 def local_rows(
     env: Env, kind: str, length: int, layout: bool, made: str, schedule: str = "auto"
 ) -> None:
-    """A mask of this rank's rows, made or cut from the whole one."""
+    """A mask of this rank's rows, created for them or cut from the whole one."""
     problem = FlexProblem(kind, length, block=64)
     layout = HeadTail(length, env.world_size) if layout else None
 
@@ -217,7 +219,7 @@ def local_rows(
 
 
 class Inner(torch.nn.Module):
-    """An attention module as models have them: q, k, v and whatever else."""
+    """An attention module as in real models: q, k, v and any other arguments."""
 
     def forward(self, tag, q, k, v, block_mask=None, *, scale=None, notes=None):
         assert tag == "tag" and (notes is None or type(notes) is torch.Tensor)
@@ -264,8 +266,8 @@ def style(env: Env, how: str, length: int = 120, around=None) -> None:
 
 
 def block(env: Env, length: int, balancer="auto", inference: bool = False) -> None:
-    """Plain calls inside ``context_parallel``, the mask among the buffers; of a learned bias each
-    rank has its share of the gradient, as of all parameters."""
+    """Plain calls inside ``context_parallel``, with the mask among the buffers. Each rank has its
+    share of a learned bias's gradient, as for all parameters."""
     problem = FlexProblem("relative bias", length, block=32)
     mesh, mods = env.mesh(), problem.mods("cpu")
     mask = problem.block_mask(mods, "cpu")
@@ -301,7 +303,7 @@ def block(env: Env, length: int, balancer="auto", inference: bool = False) -> No
 
 
 def outside(env: Env) -> None:
-    """A mesh of some ranks: the others take no part."""
+    """A mesh of some ranks; the others take no part."""
     mesh = DeviceMesh("cpu", list(range(env.world_size - 1)))
     problem = FlexProblem("causal", 64, block=16)
     *inputs, grad, grad_lse = problem.tensors()
@@ -322,7 +324,7 @@ def outside(env: Env) -> None:
 
 
 def debug_mode(env: Env) -> None:
-    """Ranks with other masks raise instead of waiting for each other."""
+    """Ranks with different masks raise instead of waiting for each other."""
     problem = FlexProblem("causal", 96, block=32)
     inputs = [distribute(x, env.mesh(), ROWS) for x in problem.tensors()[:3]]
 
@@ -336,7 +338,7 @@ def debug_mode(env: Env) -> None:
         edge = 40 * env.rank
         with pytest.raises(cp_dispatch.ContextParallelError, match="blocks of the mask"):
             call(lambda b, h, q, k: q >= k + edge)
-        # In a block one rank's mask is that of its shard alone.
+        # In a block, one rank's mask is that of its shard alone.
         own = [x.to_local() for x in inputs]
         size = 96 if env.rank else 48
         mask = create_block_mask(causal, None, None, size, size, "cpu", BLOCK_SIZE=16)
@@ -473,7 +475,7 @@ for _kind, _placements in (
 for _placement in (Replicate(), Shard(0)):
     _case(f"captured {_placement}", placed_parameter, (3,), placement=_placement)
 _case("captured in the layout", placed_parameter, (3,), placement=Shard(0), layout=True)
-# Ranks without rows have their part of what the others gather.
+# Ranks without rows contribute their part to what the others gather.
 _case("captured, shorter than the ranks", placed_parameter, (4,), placement=Shard(0), length=5)
 _case("backward afterwards", backward_afterwards, (2,))
 _case("in a checkpoint", in_checkpoint, (2,))
@@ -513,7 +515,8 @@ def test_flex(outcomes, case):
 
 
 def test_mods_broadcast_as_the_reference_calls_them():
-    """One index each, as torch calls a mod, gives what a whole grid does."""
+    """Calls with single indices, as torch calls a mod, give the same as one call with a whole
+    grid."""
     mods = make_mods("relative bias", 16, 2, "cpu")
     b, h, q, k = (torch.tensor(i) for i in (0, 1, 5, 3))
     one = mods.score(torch.tensor(0.5), b, h, q, k)

@@ -1,4 +1,4 @@
-"""Rules come with the toggle and go with it; refusals come before any communication."""
+"""Rules are installed and removed with the toggle. Refusals come before any communication."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_off_is_torchs_own_error():
 
 
 def test_a_checkpoint_in_another_order_is_noticed():
-    """Its backward is that of the first forward, whose tensors are those of the second."""
+    """The backward would be that of the first forward, with tensors of the second."""
     with fake_ranks(2) as mesh, gradients_on_cpu():
         x = DTensor.from_local(torch.ones(1, 1, 8, 16), mesh, ROWS).requires_grad_()
         orders = None, HeadTail(16, 2)
@@ -94,7 +94,7 @@ def test_cpu_gradients_are_refused_by_torch():
 
 
 def test_what_a_forward_leaves():
-    """The backward's rule stays until no forward waits for it."""
+    """The backward's rule stays until no forward waits for its backward."""
     removed = []
     options = Options()
     kernel_options = {"BLOCK_M": 64}
@@ -107,7 +107,7 @@ def test_what_a_forward_leaves():
     gc.collect()
     assert removed
     assert remembered({}) is None
-    # A graph's own dict takes no notes, and needs none.
+    # A graph's own dict cannot be written to, and need not be.
     frozen = torch.fx.immutable_collections.immutable_dict({"a": 1})
     remember(frozen, options)
     assert frozen == {"a": 1}
@@ -197,7 +197,7 @@ def test_refusals_of_layouts():
 
 
 def test_a_mask_of_another_rank_is_refused():
-    """One that has other rows of blocks than the whole sequence or this rank."""
+    """One whose rows of blocks are neither those of the whole sequence nor this rank's."""
     with fake_ranks(3) as mesh, cp_dispatch.enabled():
         x = [outline(mesh, (1, 1, 1000, 8))] * 3
         own = cp_dispatch.create_cp_block_mask(causal, None, None, 1000, 1000, mesh, BLOCK_SIZE=32)
@@ -207,13 +207,13 @@ def test_a_mask_of_another_rank_is_refused():
         x = [outline(mesh, (1, 1, 1000, 8))] * 3
         plan = cp_dispatch.explain_flex(*x, own)
         assert plan.handler == "refused" and "natural order, 1000 positions on 3" in str(plan)
-        own.kv_num_blocks.add_(0)  # written over: whose rows it has, nobody knows
+        own.kv_num_blocks.add_(0)  # overwritten: it is unknown whose rows it has
         plan = cp_dispatch.explain_flex(*x, own)
         assert plan.handler == "refused" and "(rank 0 of 4)" in str(plan)
 
 
 def test_own_rows_of_another_order_are_refused():
-    """Before they are taken for other rows, and where a graph runs, before anything moves."""
+    """Before they are taken for other rows; and if a graph runs, before anything is sent."""
     layout, keys = HeadTail(64, 2), [torch.zeros(1, 1, 32, 8)] * 2
     same = PerDocumentHeadTail([[64]], 2)
     with fake_ranks(2) as mesh:
@@ -249,7 +249,7 @@ def test_own_rows_of_another_order_are_refused():
 
 
 def test_explain_tells_what_torch_refuses():
-    """Before it calls the op, so on every rank alike."""
+    """Before torch calls the op, so on every rank alike."""
     with fake_ranks(2) as mesh, cp_dispatch.enabled():
 
         def said(query, key, mask=None):
@@ -317,7 +317,7 @@ def test_explain_of_shards_in_a_block(length, rows):
 
 
 def test_explain_in_a_layout_of_each_batch_row():
-    """Rows there are of one batch row: each rank sends its 8 positions of both."""
+    """In such a layout a row is of one batch row: each rank sends its 8 positions of both."""
     with (
         fake_ranks(2) as mesh,
         cp_dispatch.enabled(layout=PerDocumentHeadTail([[7, 9], [9, 7]], 2)),
@@ -329,7 +329,8 @@ def test_explain_in_a_layout_of_each_batch_row():
 
 
 def test_explain_tells_groups():
-    """By lengths, heads and the setting alone: 32,768 rows of 32 heads, with rows as heads."""
+    """By lengths, heads and the setting alone. The sizes are those of 32,768 rows of 32 heads, with
+    fewer rows and more heads instead."""
     shapes = [(1, heads, 4096, 128) for heads in (1024, 256, 256)]
     mask = create_block_mask(causal, None, None, 4096, 4096, "cpu")
     with fake_ranks(4) as mesh:
@@ -380,7 +381,7 @@ def test_auto_is_a_ring_where_memory_asks_for_it():
             with cp_dispatch.enabled(layout=layout):
                 return cp_dispatch.explain_flex(*[outline(mesh, (1, 8, length, 128))] * 3)
 
-        half = 2**19  # 8 KiB a position
+        half = 2**19  # 8 KiB per position
         assert plan(2 * half).schedule == "exchange"
         assert plan(2 * half + 64).schedule == "ring"
         assert "8.0 GiB of keys and values are too much" in str(plan(2 * half + 64))

@@ -1,4 +1,4 @@
-"""What a flight holds on to while another stream reads and writes."""
+"""What a flight keeps alive while another stream reads and writes."""
 
 import contextlib
 import weakref
@@ -15,7 +15,7 @@ LENGTH, COLUMNS, GROUPS = 8, 4, 2
 
 
 class OneRank:
-    """A ring of one rank that notes which marks are waited for."""
+    """A ring of one rank that records which marks are waited for."""
 
     def __init__(self):
         self.group, self.marks, self._marked = None, [], 0
@@ -34,7 +34,8 @@ class OneRank:
 
 
 def make_carrier() -> Collectives:
-    """One that nobody else holds, as where a mask was made in inference mode."""
+    """A carrier to which nothing else holds a reference, as if a mask was made in inference
+    mode."""
     keys = ownership(LENGTH, (1,), "")
     return Collectives(Exchange(everything(keys, keys), keys, 0, torch.device("cpu")), OneRank())
 

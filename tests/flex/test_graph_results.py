@@ -1,4 +1,4 @@
-"""DTensors that compiled graphs return while cp_dispatch is on are those that torch makes."""
+"""DTensors that compiled graphs return while cp_dispatch is on are the same as torch's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same(got: DTensor, want: DTensor) -> None:
 
 
 def test_results_are_those_of_torch(mesh):
-    """Forward and backward, several results of several shapes, graphs and placements."""
+    """Forward and backward, with several results, shapes, graphs and placements."""
 
     def function(x, y):
         return (x * 2).sin(), y.transpose(0, 1) + 1
@@ -60,7 +60,7 @@ def test_results_are_those_of_torch(mesh):
 
 
 def test_lengths_that_change(mesh):
-    """One graph whose results have other sizes at each call."""
+    """One graph whose results have different sizes at each call."""
     compiled = torch.compile(lambda x: x * 2, backend="aot_eager", dynamic=True)
     with cp_dispatch.enabled():
         for length in (4, 5, 7, 4, 5):
@@ -72,7 +72,7 @@ def test_lengths_that_change(mesh):
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_what_is_made_again_looks_as_the_first_one(mesh, requires_grad):
-    """Also where one description comes with other strides."""
+    """Also if one description comes with different strides."""
     x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_(requires_grad)
     names, description = x.__tensor_flatten__()
     inner = {name: getattr(x, name) for name in names}

@@ -1,4 +1,4 @@
-"""Groups of heads on their way: what arrives, how many bytes it takes, what tokens live for."""
+"""Exchanges by groups of heads: what arrives, how many bytes are sent, and how long tokens live."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_layout(kind: str, mask, length: int, ranks: int) -> str:
 
 
 def run_groups(mask, length: int, ranks: int, layout="", whole=False, groups=2, twice=True):
-    """All groups there and back, beside what one exchange of all heads does."""
+    """Exchange all groups both ways, and compare with one exchange of all heads."""
     generator = torch.Generator().manual_seed(length)
     tensors = [torch.randn(ranks, B, HKV, length, n, generator=generator) for n in (D, DV)]
     grads = [torch.randn(ranks, B, HKV, length, n, generator=generator) for n in (D, DV)]
@@ -74,7 +74,7 @@ def run_groups(mask, length: int, ranks: int, layout="", whole=False, groups=2, 
 
 
 def arrived_by_need(job: MaskJob, got, want) -> bool:
-    """Copy engines move needed rows alone, also where a collective gathers all."""
+    """Copy engines move only needed rows, even if a collective gathers all."""
     moved = job.new_exchange(got.device)
     flat, true = (x.flatten(2).flatten(0, 1) for x in (got, want))
     return moved.gathers and all(
@@ -110,7 +110,7 @@ def test_groups_arrive(length, ranks, seed, density, kind, whole, groups, by_roo
 
 @pytest.mark.parametrize("kind", ["", "head-tail", "blocks"])
 def test_no_more_bytes_by_collectives(kind, monkeypatch):
-    """As many bytes as in one exchange, each way, in a collective for each group."""
+    """As many bytes as in one exchange, each way, with one collective for each group."""
     mask = create_block_mask(causal, None, None, 128, 128, "cpu", BLOCK_SIZE=8)
     counter = Counter(monkeypatch)
     run_groups(mask, 128, 4, make_layout(kind, mask, 128, 4), twice=False)
@@ -120,17 +120,18 @@ def test_no_more_bytes_by_collectives(kind, monkeypatch):
 
 
 def test_rooms_hold_what_is_read(monkeypatch):
-    """Copy engines move needed rows alone, keys and shares alike, also where a collective would
-    gather all; and they fall back on collectives for many runs."""
+    """Copy engines move only needed rows, for keys and shares alike, even if a collective would
+    gather all. For many runs, collectives are used instead."""
     rooms = Rooms(monkeypatch)
     mask = create_block_mask(causal, None, None, 128, 128, "cpu", BLOCK_SIZE=8)
     run_groups(mask, 128, 4, HeadTail(128, 4).text, twice=False)
     row = B * HKV * (D + DV) * 4
-    # Of 8 pieces of 16 rows rank r has r and 7 - r: it reads all before 7 - r but r, once for all
-    # heads and once by groups.
+    # There are 8 pieces of 16 rows, and rank r owns r and 7 - r. It reads all pieces before 7 - r
+    # except r, once for all heads and once by groups.
     read = [2 * (6 - r) * 16 * row for r in range(4)]
     assert [rooms.sent["flex keys", r] for r in range(4)] == read
-    # What others computed of r and 7 - r: the first one is read by 3 ranks, the other by r.
+    # Gradients of r and 7 - r that others computed: 3 ranks read the first piece, and r ranks the
+    # second.
     home = [2 * (3 + r) * 16 * row for r in range(4)]
     assert [rooms.sent["flex gradients", r] for r in range(4)] == home
     rooms.assert_all_is_quiet()
@@ -141,7 +142,7 @@ def test_rooms_hold_what_is_read(monkeypatch):
 
 
 def test_tokens(rooms):
-    """Keys come without a flight too, and for a second time; gradients do not."""
+    """Keys also arrive without a flight, and a second time. Gradients do not."""
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 16), None, None, 64, 64, "cpu", BLOCK_SIZE=8
     )

@@ -26,7 +26,8 @@ B, H, HKV, D, DV = 2, 4, 2, 8, 6
 
 @dataclass
 class Lists:
-    """How blocks are listed ``(1 or B, 1 or H, R, C)``, 0 where not, and what is asked in them."""
+    """How blocks are listed ``(1 or B, 1 or H, R, C)``, 0 if not listed, and the mod that applies
+    in them."""
 
     kinds: Tensor
     length: int
@@ -41,7 +42,7 @@ class Lists:
         )  # fmt: skip
 
     def pairs(self) -> Tensor:
-        """``(1 or B, 1 or H, S, S)``: what kernels that go by blocks compute."""
+        """``(1 or B, 1 or H, S, S)``: the pairs that kernels compute if they follow the blocks."""
         q_block, kv_block = self.block
         kinds = self.kinds.repeat_interleave(q_block, 2).repeat_interleave(kv_block, 3)
         kinds = kinds[:, :, : self.length, : self.length]
@@ -74,7 +75,7 @@ def make(kind: str, length: int, block: tuple[int, int] = (8, 8)) -> Lists:
 
 
 def tensors(length: int) -> list[Tensor]:
-    """query, key, value, gradients of output and logsumexp."""
+    """query, key, value, and the gradients of output and logsumexp."""
     generator = torch.Generator().manual_seed(length)
     shapes = (B, H, length, D), (B, HKV, length, D), (B, HKV, length, DV), (B, H, length, DV)
     shapes = *shapes, (B, H, length)
@@ -96,8 +97,8 @@ def truth(given: Lists) -> dict[str, Tensor]:
 
 
 def run(given: Lists, ranks, schedule="auto", layout=None, mask=None, calls=1, places=None) -> None:
-    """``ranks``: how many, or the sizes of mesh dims, which share the sequence unless ``places``
-    tells otherwise."""
+    """``ranks`` is a number, or the sizes of mesh dims, which share the sequence unless ``places``
+    says otherwise."""
     want = truth(given)
     shape = (ranks,) if isinstance(ranks, int) else ranks
 
@@ -139,7 +140,7 @@ KINDS = ("narrow", "cut by hand", "full, said to be hidden", "by head", "by batc
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length, ranks", [(64, 4), (50, 3), (52, 2), (40, 1)])
 def test_lists_hold(length, ranks, kind, schedule):
-    """Also where shards do not begin at a block, and the last block is not whole."""
+    """Also if shards do not begin at a block, and the last block is not whole."""
     run(make(kind, length), ranks, schedule)
 
 
@@ -152,7 +153,7 @@ def test_any_block_size(block, schedule):
 @pytest.mark.parametrize("kind", ["narrow", "by batch row and head"])
 @pytest.mark.parametrize("schedule", ["auto", "gather"])
 def test_ranks_without_batch_rows(kind, schedule):
-    """In a layout of each batch row, of which they have none either."""
+    """In a layout of each batch row, which gives such ranks no rows either."""
     layout, places = PerDocumentHeadTail([[7, 43], [30, 20]], 2), [Shard(0), Shard(2)]
     run(make(kind, 50), (B + 1, 2), schedule, layout, places=places)
 
@@ -180,7 +181,7 @@ def test_groups_of_heads(kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [None, HeadTail(64, 2)])
 def test_own_rows_only(kind, layout, schedule):
-    """A rank's rows of lists, where shards begin at a block."""
+    """A rank's rows of lists, if shards begin at a block."""
     given = make(kind, 64)
 
     def own(mesh):
@@ -191,7 +192,7 @@ def test_own_rows_only(kind, layout, schedule):
 
 @pytest.mark.parametrize("placements", [(Shard(1), Shard(2)), (Shard(0), Shard(2))])
 def test_on_two_mesh_dims(placements):
-    """Lists are of all batch rows and heads."""
+    """Lists cover all batch rows and heads."""
     given = make("by batch row and head", 50)
     want = truth(given)
 
@@ -208,7 +209,7 @@ def test_on_two_mesh_dims(placements):
 @pytest.mark.parametrize("length, layout", [(50, None), (48, HeadTail(48, 4))])
 @pytest.mark.parametrize("schedule", ["auto", "gather", "ring"])
 def test_two_mesh_dims_share_the_sequence(schedule, length, layout):
-    """Their ranks make a group together, from within what each works out of its call."""
+    """Their ranks create a group together, while each works out its own call."""
     run(make("by head", length), (2, 2), schedule, layout, calls=3)
 
 
@@ -218,12 +219,12 @@ def test_groups_of_heads_on_two_mesh_dims():
 
 
 def test_debug_mode_and_own_rows(monkeypatch):
-    """Ranks may have other numbers of rows of blocks; a mask that is wrong for some of them raises
-    on all."""
+    """Ranks may have different numbers of block rows. A mask that is wrong for some ranks raises on
+    all."""
     monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
     whole = create_block_mask(causal, None, None, 20, 20, "cpu", BLOCK_SIZE=6)
     first = whole[:, :, :1]
-    first.seq_lengths = whole.seq_lengths  # else torch 2.14 refuses it
+    first.seq_lengths = whole.seq_lengths  # otherwise torch 2.14 refuses it
     first.mask_mod = causal
     want = flex_attention(*tensors(20)[:3], block_mask=whole, enable_gqa=True)
 
@@ -241,7 +242,7 @@ def test_debug_mode_and_own_rows(monkeypatch):
 
 
 def test_table():
-    """Blocks that do not exist are no blocks; what is full is full."""
+    """Blocks that do not exist do not count as blocks; full blocks stay full."""
     kinds = make("by head", 50).kinds
     own = Blocks(*lists(kinds == PARTIAL), *lists(kinds == FULL))
     assert torch.equal(listed(own, kinds.size(3)), kinds)

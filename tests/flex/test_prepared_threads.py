@@ -1,4 +1,4 @@
-"""What is worked out once (:mod:`cp_dispatch.flex.prepared`): when it serves, and when not."""
+"""What is worked out once (:mod:`cp_dispatch.flex.prepared`): when it is reused, and when not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def arguments_of(mask, rank: int, layout: str = "") -> tuple:
 
 
 def shards(rank: int, dtype=torch.float32, step: int = 0) -> list[torch.Tensor]:
-    """Key and value of a rank, and gradients of all positions."""
+    """Key and value of a rank, and the gradients of all positions."""
     generator = torch.Generator().manual_seed(rank + 10 * step)
     sizes = [LENGTH // RANKS] * 2 + [LENGTH] * 2
     return [torch.randn(1, HEADS, n, D, generator=generator).to(dtype) for n in sizes]
@@ -57,7 +57,7 @@ def both(tensors, arguments) -> list[torch.Tensor]:
 
 @pytest.fixture
 def made(monkeypatch):
-    """By rank, how often something was worked out."""
+    """How often each rank worked something out."""
     mask_job._exchange.cache_clear()
     found = dict.fromkeys(range(RANKS), 0)
     for name in ("keys_by", "sums_by"):
@@ -71,7 +71,7 @@ def made(monkeypatch):
     return found
 
 
-# Of the last one a rank's rows are many runs, as where documents were dealt out by blocks.
+# In the last layout a rank's rows are many runs, as if documents were assigned by blocks.
 LAYOUTS = {
     "natural": "",
     "head-tail": HeadTail(LENGTH, RANKS).text,
@@ -84,18 +84,18 @@ of_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
     *((layout, False) for layout in LAYOUTS.values()), (LAYOUTS["blocks"], True),
 ], ids=[*LAYOUTS, "long copies"])  # fmt: skip
 def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
-    """Other strides, dtypes and contents of a mask are worked out for themselves, another mask
-    that needs the same is not, and all results are bit by bit those where nothing is kept."""
+    """Other strides, dtypes and contents of a mask are worked out separately. Another mask that
+    needs the same is not. All results are bitwise equal to those without caching."""
     mask, other, alike = window_mask(), window_mask(40), window_mask()
-    if long:  # own rows while those of others come
+    if long:  # own rows are copied while those of others arrive
         monkeypatch.setattr(prepared, "LONG_COPY", 0)
-    # Of blocks all over the place either window needs all.
+    # With scattered blocks, either window needs all rows.
     differs = layout != LAYOUTS["blocks"]
 
     def strided(rank):
         return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards(rank)]
 
-    # Tensors, mask, and how many ops are new.
+    # Tensors, the mask, and how many ops are new.
     steps = [
         (lambda rank: shards(rank), mask, 2),
         (lambda rank: shards(rank, step=1), mask, 0),
@@ -114,8 +114,8 @@ def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
         return found
 
     rooms = Rooms(monkeypatch)
-    rooms.least = 2**16  # a larger box would forget what was known of a smaller one
-    # Boxes of tests forget all views whenever something new comes.
+    rooms.least = 2**16  # a larger box would drop what a smaller one had cached
+    # Boxes in tests drop all views whenever a new one arrives.
     monkeypatch.setattr(Box, "forget_many", lambda box, most: None)
     keeps = True
     got = run_threads(RANKS, body)
@@ -130,7 +130,7 @@ def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
 
 @of_layouts
 def test_sums_by_row_are_those_of_stretches(made, monkeypatch, layout):
-    """Bit by bit, in 16 bits too, the first time and by what is kept."""
+    """Bitwise, also in 16 bits, the first time and from the cache."""
     masks = window_mask(), window_mask(64)
 
     def body(rank: int) -> list:
@@ -207,8 +207,8 @@ def test_a_way_ends_with_its_room_and_with_its_group(made, monkeypatch):
 
 
 def test_what_is_kept_holds_no_room(made, monkeypatch):
-    """A mask that lives on does not keep what it found, once the room lets go of it; and what it
-    knows is bounded."""
+    """A mask that lives on does not keep alive what it found in a room once the room drops it. What
+    it caches is bounded."""
     mask = window_mask()
     Rooms(monkeypatch)
 
@@ -232,7 +232,7 @@ def test_what_is_kept_holds_no_room(made, monkeypatch):
 
 
 def python_calls(function) -> int:
-    """How many functions of the package a call calls, in Python."""
+    """The number of calls, in Python, of functions of the package."""
     package, count = str(pathlib.Path(ops.__file__).parents[1]), 0
 
     def profile(frame, event, _):
@@ -247,13 +247,13 @@ def python_calls(function) -> int:
     return count
 
 
-# Of an op that cuts, one that brings keys and one that brings gradients back.
+# For an op that cuts, one that brings keys, and one that brings gradients back.
 MOST_CALLS = {"natural": (4, 17, 21), "head-tail": (4, 17, 25), "blocks": (4, 27, 27)}
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
 def test_what_is_known_takes_little_python(monkeypatch, order):
-    """Short kernels wait for the host, and this is what it does at each call."""
+    """Short kernels wait for the host, which does this at each call."""
     mask = window_mask()
     Rooms(monkeypatch)
 
@@ -267,7 +267,7 @@ def test_what_is_known_takes_little_python(monkeypatch, order):
         }
         for most, call in zip(MOST_CALLS[order], calls.values(), strict=True):
             call()
-            dist.barrier()  # what another rank works out makes all look twice
+            dist.barrier()  # when another rank works something out, all check again
             call()
             found = python_calls(call)
             assert found <= most, (found, most)

@@ -36,7 +36,7 @@ def inference_mode(env: Env, kernel: str, schedule: str = "ring") -> None:
     tensors = PROBLEM.tensors(env.device)
     with cp_dispatch.enabled(schedule=schedule), torch.inference_mode():
         got = run_sharded(PROBLEM, tensors, env.mesh(), kernel=kernel, needs=(False,) * 3)
-    # A copy, so that it can be compared outside of inference mode.
+    # A copy, so that it can be compared outside inference mode.
     got[0] = got[0].clone()
     check(got, exact(PROBLEM, tensors), one_device(PROBLEM, tensors, kernel))
 
@@ -124,27 +124,28 @@ def no_host_synchronization(env: Env, kernel: str, schedule: str = "ring") -> No
 
 
 def memory_is_bounded(env: Env, kernel: str, causal: bool) -> None:
-    """Peak memory beside the rank's own shards, whatever the number of ranks.
+    """Peak memory in addition to the rank's own shards, for any number of ranks.
 
-    In units of q, one bf16 query shard (2 bytes an element), with as many key/value heads:
+    In units of q, one bf16 query shard (2 bytes per element), with as many key/value heads as
+    query heads:
 
-    forward   4 q   the two key/value shards that travel: 2 x (key + value)
+    forward   4 q   the two key/value shards that are sent: 2 x (key + value)
             + 4 q   partial outputs, most at the first merge into float32 and at the last one:
                     bf16 + bf16 + float32, or float32 + bf16 + the final bf16
-    backward  4 q   the two travelling key/value shards
+    backward  4 q   the two key/value shards that are sent
             + 8 q   two float32 dK/dV shards
             + 3 q   dQ sum in float32 and its final bf16 (or the first share it starts from)
-            + 6 q   dQ, dK, dV of this tile and of the one before, which Python still names
-            + 3 q   what the kernel needs for itself: flash has a float32 dQ, 2 q; padding to 128
-                    rows and 32 columns stays below another q at these sizes
-    plus at most four float32 logsumexp-like vectors of one value a row and head, and 2 MiB for
+            + 6 q   dQ, dK, dV of this tile and of the one before, which Python still holds
+            + 3 q   the kernel's own: flash has a float32 dQ, 2 q; padding to 128 rows and
+                    32 columns takes less than another q at these sizes
+    plus at most four float32 logsumexp-like vectors of one value per row and head, and 2 MiB for
     the allocator's rounding. A causal call has two tiles, so a few of them, for no hop.
     """
     _bounded(env, kernel, causal, 8, 24, schedule="natural_ring")
 
 
 def memory_of_head_tail_is_bounded(env: Env, kernel: str) -> None:
-    """As of a ring in natural order: its halves are no larger than whole blocks."""
+    """The limit is that of a ring in natural order: its halves are no larger than whole blocks."""
     layout = cp_dispatch.HeadTail(4096 * env.world_size, env.world_size)
     _bounded(env, kernel, True, 8, 24, schedule="ring", layout=layout)
 
@@ -153,11 +154,11 @@ def memory_of_gather_is_bounded(env: Env, kernel: str, causal: bool) -> None:
     """A gather holds, in units of q and for W ranks,
 
     forward   2 q + 2 W q    the message and all keys and values
-            + 4 q            partial outputs and the final one, bf16, and what is narrow of them
+            + 4 q            partial outputs, also in bf16, and the final one
     backward  2 q + 2 W q    the keys again
             + 4 W q + 4 q    float32 dK/dV of all keys, and their sum for the rank's own
-            + 2 W q          dK/dV of the largest span, as the kernel made them
-            + 3 q + 6 q + 3 q   dQ, tiles and the kernel's own, as of a ring
+            + 2 W q          dK/dV of the largest span, as the kernel returns them
+            + 3 q + 6 q + 3 q   dQ, tiles and the kernel's own, as in a ring
     """
     world_size = env.world_size
     layout = cp_dispatch.HeadTail(4096 * world_size, world_size) if causal else None

@@ -1,7 +1,7 @@
 """Compiled steps, CUDA graphs, checkpoints and real models on 2 and up to 4 GPUs.
 
-Calls are judged against float64 as everywhere; losses of a float32 model by 1e-4, and those of a
-bfloat16 one by the noise of one device in bfloat16.
+Calls are compared with float64, as in the other tests. Losses of a float32 model may differ by
+1e-4, and those of a bfloat16 model by the error of one device in bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.distributed.test_compiled_spawned import by_policy, saved
 
 try:
     from tests.distributed import test_hf_spawned as hf
-except pytest.skip.Exception:  # no transformers
+except pytest.skip.Exception:  # transformers is not installed
     hf = None
 
 GPUS = ranks()
@@ -52,7 +52,7 @@ def layout_of(env: Env, head_tail: bool):
 
 
 def order(tensors, layout, back=False):
-    """Whole tensors in the layout's order, or back in natural order."""
+    """Whole tensors permuted to the layout's order, or back to natural order."""
     if layout is None:
         return list(tensors)
     index = (layout.inverse if back else layout.indices)[0]
@@ -75,26 +75,27 @@ def fresh(seed: int, device, problem=PROBLEM) -> list[torch.Tensor]:
 def compiled(
     env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROBLEM, steps=2, **compiler
 ) -> None:
-    """Right with new data at every step; after the first steps nothing is compiled."""
+    """Right with new data at every step. After the first steps nothing is compiled."""
     torch._dynamo.reset()
     layout = layout_of(env, head_tail)
     attend = torch.compile(problem.attend, fullgraph=True, **compiler)
     with cp_dispatch.enabled(schedule=schedule, layout=layout):
         for seed in range(steps):
             torch.compiler.cudagraph_mark_step_begin()
-            this = Problem(**vars(problem) | {"seed": seed})  # its mask or bias is another, too
+            this = Problem(**vars(problem) | {"seed": seed})  # with another mask or bias, too
             tensors = this.tensors(env.device)
             with torch._dynamo.config.patch(error_on_recompile=seed > 0):
                 got = run_sharded(
                     this, order(tensors, layout), env.mesh(), kernel=kernel, attend=attend
                 )
-            # The graph's memory is written again by the next step.
+            # The next step overwrites the graph's memory.
             got = [x if x is None else x.clone() for x in order(got, layout, back=True)]
             judge(this, tensors, got, kernel)
 
 
 def replayed(env: Env) -> None:
-    """``mode="reduce-overhead"`` does record a CUDA graph here, or its cases prove nothing."""
+    """Check that ``mode="reduce-overhead"`` does record a CUDA graph here. Otherwise its cases
+    prove nothing."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     mesh = env.mesh()
@@ -155,7 +156,7 @@ def captured(env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROB
 
 
 def captured_dropout(env: Env) -> None:
-    """Every replay draws other coins, the same on all ranks."""
+    """Every replay draws a new dropout mask, the same on all ranks."""
     mesh = env.mesh()
     query, key = (torch.ones(1, 2, 64, 64, device=env.device) for _ in range(2))
     value = torch.eye(64, device=env.device).expand(1, 2, 64, 64)  # the output is the weights
@@ -207,7 +208,7 @@ def losses(model, mesh, compiled=None, lengths=(256,) * 4, device="cuda") -> lis
 
 
 def trained(env: Env, dtype=torch.float32, compiler=None, lengths=(256,) * 4, **options) -> None:
-    """A model's losses are one device's, to 1e-4 or within its noise."""
+    """A model's losses are those of one device, to within 1e-4 or one device's error."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model(**options).to(env.device, dtype)
@@ -227,8 +228,8 @@ def trained(env: Env, dtype=torch.float32, compiler=None, lengths=(256,) * 4, **
         return
     true = torch.tensor(losses(exactly, None, lengths=lengths))
     mine, theirs = ((torch.tensor(x) - true).norm() for x in (got, single))
-    # A loss is one number, whose error on one device may be small by luck: what rounding the loss
-    # itself would cost is noise of that dtype as well.
+    # A loss is one number, whose error on one device may happen to be small. The error of rounding
+    # the loss itself is allowed as well.
     floor = (true.to(dtype).double() - true).norm()
     assert mine <= FACTOR * max(theirs, floor), (got, single, true)
 
@@ -237,8 +238,8 @@ INDUCTOR, EAGER = {"backend": "inductor"}, {"backend": "aot_eager"}
 
 
 def beside_each_other(env: Env, length: int = 1021) -> None:
-    """Two attentions, and a collective of torch's, that do not need each other, on uneven shards:
-    all ranks run them in one order (Note [Graphs of ranks])."""
+    """Two attention calls and a torch collective, independent of each other, on uneven shards: all
+    ranks run them in the same order (Note [Graphs of ranks])."""
 
     def attend(x):
         x = x.unflatten(-1, (8, -1)).transpose(1, 2)
@@ -336,14 +337,14 @@ CASES = {
     **{f"titan: {name}": case for name, case in titan.CASES.items()},
     **({f"HF: {name}": case for name, case in hf.CASES.items()} if hf else {}),
 }
-# Tensor parallel, pipelines and data x context need four.
+# Tensor parallelism, pipelines and data x context need four ranks.
 ON_4 = ("titan: sequence", "titan: pipeline")
 
 
 def runs(name: str, size: int) -> bool:
     captures = name.startswith("trains") and "reduce-overhead" in name
     if is_staged() and (captures or name.startswith("titan: pipeline")):
-        return False  # collectives by way of the host: in no CUDA graph, and no sends
+        return False  # staged collectives: not in CUDA graphs, and no sends
     return size >= 4 or not name.startswith(ON_4)
 
 

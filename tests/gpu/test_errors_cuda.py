@@ -1,6 +1,6 @@
-"""An error on one rank of a call by copy engines: the others come to its end, the next call is
-right (:mod:`cp_dispatch.schedules.flags_alone`, :mod:`cp_dispatch.flex.to_the_end`; every
-allocation of SDPA in turn: ``tests/distributed/test_errors_threads.py``)."""
+"""An error on one rank of a call by copy engines: the other ranks complete the call, and the next
+call is right (:mod:`cp_dispatch.schedules.flags_alone`, :mod:`cp_dispatch.flex.to_the_end`).
+``tests/distributed/test_errors_threads.py`` lets every allocation of SDPA fail in turn."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Broken(RuntimeError):
 
 
 def failing(env: Env, schedule: str, layout: bool, backward: bool, causal: bool = True) -> None:
-    """On the last rank the first kernel of a forward or of a backward finds no memory, or the
-    second."""
+    """On the last rank the first or the second kernel of a forward or of a backward runs out of
+    memory."""
     length, mesh = LOCAL * env.world_size, env.mesh()
     order = HeadTail(length, env.world_size) if layout else None
     generator = torch.Generator(env.device).manual_seed(env.rank)
@@ -88,7 +88,7 @@ def _breaking(kernel, left: list[int]):
 
 
 def failing_flex(env: Env, name: str, kind: str | None) -> None:
-    """On the last rank one allocation after the other finds no memory."""
+    """On the last rank one allocation after another fails."""
     call = flex_errors.CALLS[name]
     torch.manual_seed(env.rank)
     place = flex_errors.tensors_of(env.rank, env.world_size, env.mesh(), kind, env.device)

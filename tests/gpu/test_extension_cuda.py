@@ -1,6 +1,6 @@
 """The extension's CUDA kernels against their twins on the same device.
 
-``csrc/README.md`` says which of them are quick enough for ``compute-sanitizer``.
+``csrc/README.md`` says which of these tests are fast enough for ``compute-sanitizer``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def randoms(*shape, dtype=torch.float32):
 
 
 def bits(x):
-    """Comparable, whatever the dtype."""
+    """Bits that can be compared, whatever the dtype."""
     return x.contiguous().view(torch.uint8) if x.itemsize == 1 else x
 
 
 def both(targets, sources, index, dims, scatter):
-    """What kernel and twin leave in copies of the targets, equal."""
+    """The results of kernel and twin in copies of the targets, after a check that they are
+    equal."""
     results = []
     for copy in (rows.copy_rows, rows.copy_rows_eager):
         outs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
@@ -102,7 +103,7 @@ def test_copy_of_many_dims_and_of_expanded_memory():
 
 @pytest.mark.parametrize("dim", [1, 8, 40, 96, 128, 255, 8192, 100_000])
 def test_copy_of_rows_of_every_length(dim):
-    """Also more tensors than one launch takes, of different alignments."""
+    """Also more tensors than one launch can take, with different alignments."""
     xs = [randoms(1, 70, 2, dim + extra, dtype=torch.bfloat16) for extra in (0, 0, 1, 2, 8, 0)]
     index = torch.randint(-1, 70, (90,), device="cuda")
     targets = [x.new_ones(1, 90, 2, x.size(-1)) for x in xs]
@@ -132,7 +133,7 @@ def test_bad_values_raise_and_never_read_out_of_bounds():
         ):
             with pytest.raises(ContextParallelError, match="out of range"):
                 function()
-        (out,) = permute_sequence([x], index, 1, checked=True)  # promised in error
+        (out,) = permute_sequence([x], index, 1, checked=True)  # a promise that does not hold
         for i, row in enumerate(bad):
             assert torch.equal(out[:, i], x[:, row] if row == 0 else torch.zeros_like(x[:, 0]))
     with pytest.raises(ContextParallelError, match="on one device"):
@@ -181,7 +182,8 @@ def summed(function, sources, order, offsets, dims):
 
 
 def check_sums(sources, index, dims):
-    """One call for all, a call for each, and the twin: equal, for these are whole numbers."""
+    """One call for all, a call for each, and the twin. They are equal, because these are whole
+    numbers."""
     order, offsets = sources_of(index, 25)
     together = summed(rows.sum_rows, sources, order, offsets, dims)
     twins = summed(rows.sum_rows_eager, sources, order, offsets, dims)
@@ -192,7 +194,8 @@ def check_sums(sources, index, dims):
 
 @pytest.mark.parametrize("shape", [(70,), (1, 70), (2, 70)], ids=str)
 def test_sum_of_several_tensors_at_once(shape):
-    """Rows along any dim, some tensors empty, the dtypes in turn: more jobs than a launch takes."""
+    """Rows along any dim, some empty tensors, all dtypes in turn: more jobs than one launch can
+    take."""
     index = torch.randint(-1, 20, shape, device="cuda")
     pairs = [
         (randoms(*shape, dtype=dtype), dim)
@@ -207,7 +210,7 @@ def test_sum_of_several_tensors_at_once(shape):
 
 @pytest.mark.parametrize("dim", [1, 8, 40, 96, 255, 520, 8192, 100_000])
 def test_sum_of_rows_of_every_length(dim):
-    """Of different alignments, cut into pieces and tails."""
+    """With different alignments, so that rows have pieces and tails."""
     xs = [randoms(1, 70, 2, dim + extra, dtype=torch.bfloat16) for extra in (0, 0, 1, 2, 8, 0)]
     xs += [x[..., 1:] for x in xs[:2]]
     check_sums(xs, torch.randint(-1, 20, (70,), device="cuda"), [1] * 8)
@@ -226,7 +229,7 @@ def test_sum_of_many_dims_of_expanded_memory_and_of_nothing():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_sums_are_those_of_the_cpu_bit_by_bit(dtype):
-    """The same summands in the same order."""
+    """The same summands are added in the same order."""
     sources = [torch.randn(2, n, 500, 40).to(dtype) for n in (3, 1, 4)]
     order, offsets = sources_of(torch.randint(-1, 20, (2, 500)), 25)
     expected = summed(rows.sum_rows, sources, order, offsets, [2] * 3)
@@ -300,7 +303,7 @@ def merge_both(parts, dtype):
         out = torch.full(parts[0].shape, NAN, dtype=dtype, device="cuda")
         lse = torch.full_like(parts[1], NAN)
         merge(*parts, out, lse)
-        # Sums in float32 are no better for lying in float64.
+        # Sums in float32 are no more exact when stored as float64.
         results.append((out.to(lse.dtype) if dtype is torch.float64 else out, lse))
     torch.testing.assert_close(*results, equal_nan=True)
     return results[0]
@@ -327,7 +330,7 @@ def test_merge_any_strides():
 @pytest.mark.parametrize("side", [0, 2])
 @pytest.mark.parametrize("dim", [7, 64, 128, 512])
 def test_merge_in_place(dim, side):
-    """Also where several threads share a row whose logsumexp one of them overwrites."""
+    """Also if several threads share a row whose logsumexp one of them overwrites."""
     parts = []
     for _ in range(2):
         out = token_major(2, 4, 500, dim, like=torch.empty(0, device="cuda")).normal_()
@@ -361,7 +364,7 @@ def test_another_stream_and_another_device():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         y = x.clone()
-        torch.cuda._sleep(10_000_000)  # what runs on another stream would overtake this
+        torch.cuda._sleep(10_000_000)  # work on another stream would overtake this
         y.add_(1)
         (out,) = permute_sequence([y], index, 1, checked=True)
     stream.synchronize()
@@ -387,7 +390,7 @@ def test_large_more_than_two_billion_elements():
     targets = [torch.zeros_like(x)]
     unpack_sequence(out.flatten(), targets, index, 1, checked=True)
     assert torch.equal(targets[0], x)
-    # One element at a time, more than a launch takes.
+    # One element at a time, and more elements than one launch can take.
     odd = x.mT.contiguous().mT
     (out,) = permute_sequence([odd.mT], index, 2, checked=True)
     assert (out[..., 0] == 7).all() and (out[..., -4] == 5).all()
@@ -395,7 +398,7 @@ def test_large_more_than_two_billion_elements():
 
 
 def whole(sources, out):
-    """All sources in all rows of the one sum."""
+    """All sources contribute to all rows of the single sum."""
     numbers = (x for i in range(len(sources)) for x in (i, 0))
     return [0, 0, out.size(2), len(sources), *numbers]
 
@@ -407,7 +410,7 @@ def test_sum_parts(count, dim, dtype):
     shape = 2, 3, 37, dim
     sources = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
     sources[0] = sources[0].transpose(1, 2).contiguous().transpose(1, 2)
-    # A part of a larger tensor, its rows from the middle.
+    # A part of a larger tensor, with rows from its middle.
     larger = torch.randn(2, 50, 3, dim, device="cuda").to(dtype)
     sources[-1] = larger.transpose(1, 2)[:, :, 5:42]
     out, twin = (token_major(*shape, like=sources[0]) for _ in range(2))
@@ -430,7 +433,7 @@ def test_sums_between_wide_and_narrow(narrow, dim):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_parts(seed):
-    """Some rows of each part, in one call for two sums; zeros where there is none."""
+    """Some rows of each part, in one call for two sums. Rows that no part covers are zero."""
     generator = torch.Generator().manual_seed(seed)
     length, places = 37, []
     totals = [torch.full((2, 3, length, dim), torch.nan, device="cuda") for dim in (64, 24)]
@@ -457,7 +460,7 @@ def test_sums_refuse_what_is_not_there():
 
 
 def test_push_rows():
-    """Rows of sources to addresses, as slabs."""
+    """Copy rows of sources to addresses, as slabs."""
     sources = [torch.randn(3, 40, 2, 16, device="cuda"), torch.randn(3, 50, 9, device="cuda")]
     targets = [torch.zeros(3, 90, 2, 16, device="cuda"), torch.zeros(3, 60, 9, device="cuda")]
     expected, stream, moves = [x.clone() for x in targets], torch.cuda.Stream(), []
@@ -475,7 +478,7 @@ def test_push_rows():
                          ([0, 0, 1], "five numbers")):  # fmt: skip
         with pytest.raises(RuntimeError, match=words):
             push_rows(sources, targets[0], wrong, [], [], [], [], stream.cuda_stream, True)
-    # Nothing of nothing.
+    # Empty sources.
     push_rows([x[:, :, :0] for x in sources], targets[0], moves, [], [], [], [],
               stream.cuda_stream, True)  # fmt: skip
     with pytest.raises(RuntimeError, match="contiguous"):
@@ -511,7 +514,7 @@ def test_push_slabs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("batch, dim", [(1, 16), (3, 16), (2, 5), (2, 0)])
 def test_many_short_slabs(batch, dim, dtype):
-    """One kernel where they start and end at multiples of 16 bytes, else copies; 100 are too many
+    """One kernel if they start and end at multiples of 16 bytes, otherwise copies. 100 are too many
     for one launch."""
     source = torch.randint(255, (batch, 400, dim), device="cuda").to(dtype)
     target = torch.zeros(batch, 900, dim, device="cuda", dtype=dtype)
@@ -528,8 +531,8 @@ def test_many_short_slabs(batch, dim, dtype):
 
 @pytest.fixture
 def loaded():
-    """CUDA loads a kernel at its first launch and waits for all streams, also for one that waits
-    for a flag: those of the tests, which run in any order."""
+    """Load the kernels of these tests, which run in any order. CUDA loads a kernel at its first
+    launch, and then waits for all streams, even one that waits for a flag."""
     torch.cuda._sleep(1)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(4, 4, device="cuda").to(dtype)
@@ -539,10 +542,10 @@ def loaded():
 
 
 def test_flags_order_streams(loaded):
-    """A stream that takes a flag waits until another has raised it, and puts it back."""
+    """A stream that takes a flag waits until another has raised it, and lowers it again."""
     flags, more = torch.zeros(2, 150, dtype=torch.int32, device="cuda")
     x, seen = (torch.zeros(1, 2**20, device="cuda") for _ in range(2))
-    # Another priority, so that what waits has no queue with what it waits for.
+    # Another priority, so that the waiting stream does not share a queue with what it waits for.
     waiting = torch.cuda.Stream(priority=-1)
     raising, current = (torch.cuda.Stream() for _ in range(2))
     for step in range(1, 4):
@@ -554,14 +557,14 @@ def test_flags_order_streams(loaded):
             torch.ops.cp_dispatch.raise_flags(x, addresses(flags), raising.cuda_stream)
         torch.cuda.synchronize()
         assert bool((seen == step).all()) and not bool(flags.any())
-        assert bool((more == 1).all())  # raised before, and nobody has taken them
+        assert bool((more == 1).all())  # raised before, and not taken by any stream
 
 
 @pytest.mark.parametrize("count", [1, 4, 64, 65])
 @pytest.mark.parametrize("rows", [8, 4096], ids=["short", "long"])
 def test_push_in_the_current_stream(loaded, count, rows):
-    """Flags and copies one after the other, again and again, in one kernel or, of many copies, two.
-    Another stream is the peer."""
+    """Flags and copies one after another, repeatedly, in one kernel, or in two if there are many
+    copies. Another stream acts as the peer."""
     room = torch.zeros(4096 + count * rows * 64, dtype=torch.uint8, device="cuda")
     places = room[4096:].view(torch.bfloat16).view(count, rows, 1, 32)
     source = torch.zeros(1, count * rows, 1, 32, dtype=torch.bfloat16, device="cuda")
@@ -570,12 +573,13 @@ def test_push_in_the_current_stream(loaded, count, rows):
     for i in range(count):
         moves += [0, rows * (count - 1 - i), rows, places[i].data_ptr(), rows * 64]
     peer = torch.cuda.Stream(priority=-1)
-    # CUDA loads a kernel at its first launch and waits for all streams, also for one that waits.
+    # CUDA loads a kernel at its first launch, and then waits for all streams, even one that waits
+    # for a flag.
     torch.ops.cp_dispatch.push_rows([source], room, moves, [], [], [], [], -1, False)
     for _ in range(3):
         source.copy_(torch.randn(source.shape, device="cuda"))
         torch.cuda.synchronize()
-        with torch.cuda.stream(peer):  # comes late
+        with torch.cuda.stream(peer):  # arrives late
             torch.cuda._sleep(10_000_000)
         with torch.cuda.stream(peer):
             torch.ops.cp_dispatch.raise_flags(room, addresses(theirs), peer.cuda_stream)
@@ -609,11 +613,11 @@ def test_streams_join():
 @pytest.mark.parametrize("here_only", [True, False], ids=["current stream", "side stream"])
 @pytest.mark.parametrize("length, run", [(4, 4), (64, 4), (400, 4), (4096, 4096), (12, 3)])
 def test_push_heads(length, run, here_only):
-    """Some heads of some rows of one GPU to itself, of few copies and of many, short and long; rows
-    that lie apart, and one number a row; bad numbers raise."""
+    """Copy some heads of some rows from one GPU to itself: few and many copies, short and long,
+    rows that are not adjacent, and one number per row. Wrong numbers raise."""
     batch, heads, dim = 2, 6, 64
     wide = randoms(batch, length, 3, heads, dim, dtype=torch.bfloat16)
-    source = wide[:, :, 1].transpose(1, 2)  # as in one projection of query, key and value
+    source = wide[:, :, 1].transpose(1, 2)  # as in a joint projection of query, key and value
     numbers_a_row = randoms(batch, heads, length)
     count, size = 2, 2 * batch * length * dim * 2
     here = torch.zeros(4096 + size + batch * count * length * 4, dtype=torch.uint8, device="cuda")
@@ -650,8 +654,8 @@ def test_push_heads(length, run, here_only):
 
 @pytest.mark.parametrize("here_only", [True, False], ids=["current stream", "side stream"])
 def test_push_heads_of_one_row(here_only):
-    """Whose stride, of a dim of size 1, may be less than the row, which copies would not take; and
-    not of 16 bytes, so that it is no kernel that copies."""
+    """The stride of a dim of size 1 may be less than the row, which copies would not accept. The
+    row is not a multiple of 16 bytes either, so no kernel copies it."""
     source = randoms(1, 6, 1, 3, dtype=torch.bfloat16)
     here = torch.zeros(4096 + 4 * 3 * 2, dtype=torch.uint8, device="cuda")
     start = here.data_ptr()
@@ -665,7 +669,7 @@ def test_push_heads_of_one_row(here_only):
 
 @pytest.mark.parametrize("rows", [3, 20])
 def test_push_pair(rows):
-    """Copies and flags of one GPU with itself, of few copies and of many; bad numbers raise."""
+    """Copies and flags of one GPU with itself, few and many. Wrong numbers raise."""
     pair = [randoms(2, rows, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
     heads_first = [x.transpose(1, 2) for x in pair]
     here = torch.zeros(4096 + sum(x.nbytes for x in pair), dtype=torch.uint8, device="cuda")

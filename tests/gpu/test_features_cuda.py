@@ -1,7 +1,7 @@
 """The rest of ``scaled_dot_product_attention`` on 2 and up to 4 GPUs: masks, dropout, any shape.
 
-One set of NCCL processes per world size runs all cases (``tests/distributed/spawn.py``); a test
-here looks up what its case said. ``-k`` picks cases, and only those run.
+One set of NCCL processes per world size runs all cases (``tests/distributed/spawn.py``), and each
+test here looks up the result of its case. ``-k`` selects cases, and only those run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def dropout_ignores_ranks(env: Env) -> None:
 
 
 def repeated_calls_are_equal(env: Env) -> None:
-    """A mask changes between calls on one plan, and the old one's gradients come last."""
+    """A mask changes between calls with one plan, and the gradients of the old mask are computed
+    last."""
     cases = [masked(replace(BASE, seed=seed), shape="b1qk") for seed in range(3)]
     for case in cases * 2:
         matches(env, case, None)
@@ -72,7 +73,7 @@ def some(cases: dict[str, Case], *words: str) -> dict[str, Case]:
     return {name: case for name, case in cases.items() if any(word in name for word in words)}
 
 
-# Masks: all of them with torch's choice and math, with the other kernels those that differ.
+# Masks: all of them with torch's choice and math, and with the other kernels those that differ.
 _masks, _uneven = calls.masks(BASE), calls.uneven_masks(BASE)
 add(None, _masks)
 add(None, _uneven)
@@ -95,7 +96,7 @@ for _kernel in ("efficient", "cudnn", "math"):
     _some = some(_masks, " qk", "b1qk", "b11k", "blind") | _uneven
     add(_kernel, _some, "gather ", schedule="gather")
 
-# One side whole, on every kernel that takes it.
+# One side whole, with every kernel that supports it.
 add(None, calls.one_sided(BASE))
 for _kernel in ("flash", "efficient", "cudnn", "math"):
     _words = ("decode full 1 rows", "decode causal 7 rows", "uneven", "replicated keys causal")
@@ -128,7 +129,7 @@ for _kernel in ("flash", "efficient", "cudnn", "math"):
 add(None, {"192/128": Case(replace(BASE, dim=192, value_dim=128, causal=True))})
 add(None, {"8200 x 8 with a mask": masked(replace(_wide, causal=False, batch=8200), shape="b11k")})
 
-# Numbers and lengths at the end of what there is.
+# Extreme numbers and lengths.
 add(None, calls.extremes(BASE))
 for _kernel in ("flash", "efficient", "cudnn", "math"):
     add(_kernel, some(calls.extremes(BASE), "logits", "length 1", "3 rows", "zero batch full"))

@@ -1,6 +1,6 @@
 """Compiled FlexAttention on 2 and up to 4 GPUs, against float64.
 
-All in one command, or by parts, for each case compiles its own kernels::
+Run it in one command, or in parts, because each case compiles its own kernels::
 
     python -m pytest tests/gpu/test_flex_cuda.py [-k "4GPUs and bfloat16"]
 """
@@ -62,7 +62,7 @@ def judge(env: Env, problem: FlexProblem, mesh=None, layout=None, schedule="auto
 
 
 def many_runs(length: int, ranks: int) -> BlockBalanced:
-    """Rows of a rank all over the place, as where blocks of documents were dealt out."""
+    """A layout whose rows are scattered, as if blocks of documents were assigned to ranks."""
     return BlockBalanced([1 + i * i % 13 for i in range(length // 32)], ranks, block_size=32)
 
 
@@ -99,7 +99,7 @@ def two_dims(env: Env, problem: FlexProblem, placements) -> None:
 
 
 def documents_of_other_lengths(env: Env) -> None:
-    """No recompilation, forward and backward, and right each time."""
+    """No recompilation, forward or backward, and right results each time."""
     torch._dynamo.reset()
     length, mesh, attend = 2048, env.mesh(), compiled()
     generator = torch.Generator().manual_seed(0)
@@ -151,11 +151,11 @@ class Attention(torch.nn.Module):
 
 
 def model_in_one_graph(env: Env) -> None:
-    """All parameters replicated DTensors, one of them captured by the mod; against one GPU."""
+    """All parameters are replicated DTensors, and the mod captures one of them. Against one GPU."""
     torch._dynamo.reset()
     length, width, heads = 512, 128, 2
     mask = create_block_mask(causal, None, None, length, length, env.device)
-    batch = 2 if TORCH_2_13 else 1  # torch 2.11 has no Linear of a batch of shards in a graph
+    batch = 2 if TORCH_2_13 else 1  # torch 2.11 supports no Linear on a batch of shards in a graph
     x = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(0)).to(env.device)
 
     def run(sharded: bool):
@@ -226,9 +226,9 @@ def kernel_options(env: Env) -> None:
 
 
 def memory(env: Env, layout: bool = False, grouped: bool = False) -> None:
-    """A step holds room for all keys, their gradients and what is on the way, and no more: not a
-    second copy for the backward, not one in float32; by groups of heads the keys of two of four and
-    gradients of one."""
+    """A step holds memory for all keys, their gradients and what is being sent, and no more: no
+    second copy for the backward, and none in float32. By groups of heads it holds the keys of two
+    groups out of four, and the gradients of one."""
     torch._dynamo.reset()
     local, heads, dim = 8192, 8, 128
     length, mesh, attend = local * env.world_size, env.mesh(), compiled()
@@ -254,10 +254,11 @@ def memory(env: Env, layout: bool = False, grouped: bool = False) -> None:
         extra = step()
     shard = 2 * heads * local * dim * 2  # of keys and values, in bytes
     whole = shard * env.world_size
-    # Keys and their gradients, three results and dO, one exchange each way, wide sums.
+    # Keys and their gradients, three results and dO, one exchange each way, and sums in a wide
+    # dtype.
     allowed = 2 * whole + 4 * shard + 2 * shard + 2 * shard
     if grouped:
-        # And what one group's takers have of this rank's keys.
+        # And this rank's keys that the readers of one group hold.
         allowed = 3 * whole / 4 + 3 * shard + whole / 4
     assert extra < allowed, f"{extra / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f} MiB"
 
@@ -289,7 +290,8 @@ def plain_in_a_block(env: Env, kind: str, balancer: str | None) -> None:
 
 
 def by_groups(env: Env, inner, nccl: bool = False, **how) -> None:
-    """A case with its keys by groups of heads; ``nccl``: and without copy engines."""
+    """A case with its keys exchanged by groups of heads; with ``nccl``, also without copy
+    engines."""
     carriers = set()
     with in_groups(), pytest.MonkeyPatch.context() as patch:
         for name in ("keys_by", "gradients_by"):
@@ -302,14 +304,14 @@ def by_groups(env: Env, inner, nccl: bool = False, **how) -> None:
 
             patch.setattr(group_ops, name, carrier)
         inner(env, **how)
-    # Not what was traced: a graph may come from a cache on disk.
+    # What ran, not what was traced: a graph may come from a cache on disk.
     wanted = {Collectives} if nccl else {PulledKeys, PulledGradients}
     assert carriers and carriers <= wanted, carriers
 
 
 def groups_like_one(env: Env, nccl: bool) -> None:
-    """Bit by bit what one kernel gives, again and again, with ranks that come late: nobody reads
-    what is not there yet, or writes what is still read."""
+    """Bitwise what one kernel gives, repeatedly, with ranks that arrive late. Nothing is read
+    before it has arrived, or overwritten while it is still read."""
     local, ranks = 2048, env.world_size
     length, layout = local * ranks, HeadTail(local * ranks, ranks)
     mask = create_block_mask(causal, None, None, length, length, env.device)
@@ -346,7 +348,7 @@ def groups_like_one(env: Env, nccl: bool) -> None:
 
 def captured(env: Env, layout=None) -> None:
     """``torch.cuda.graph`` of two layers, forward and backward, replayed with new data while ranks
-    come late; against eager."""
+    arrive late. Against eager mode."""
     torch._dynamo.reset()
     local, ranks, attend = 1024, env.world_size, compiled()
     length = local * ranks
@@ -400,7 +402,7 @@ def _case(name: str, function, into=CASES, **how) -> None:
 
 for _i, _kind in enumerate(COMPILED_KINDS):
     for _j, _dtype in enumerate((torch.float32, BF16)):
-        # Every kind in both dtypes, with each length for every other one.
+        # Every kind in both dtypes, each with one of the lengths.
         _length = _LENGTHS[(_i + 2 * _j) % 4]
         _case(f"{_kind} {_length} {_dtype}", judge,
               problem=FlexProblem(_kind, _length, dim=64, dtype=_dtype))  # fmt: skip
@@ -417,7 +419,7 @@ for _batch in (1, 2, 8):
         if _batch > 1 and _kind == "blocks":
             _problem = FlexProblem("causal", 2048, _batch, 8, 8, dim=32)
         if _batch < 8:
-            # The documents of the problem are those of eight rows.
+            # The problem's documents are those of eight rows.
             _problem = FlexProblem("documents", 2048, _batch, 8, 8, dim=32)
         _case(f"torch's scenario, {_problem.kind}, batch {_batch}, {_kind}", laid_out,
               problem=_problem, kind=_kind)  # fmt: skip

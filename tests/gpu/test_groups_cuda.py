@@ -1,4 +1,4 @@
-"""Groups of some ranks on 4 GPUs, in processes whose communicators NCCL has already made: with a
+"""Groups of some ranks on 4 GPUs, in processes whose communicators NCCL has already created. With a
 ``device_id`` torch splits new ones off the world's, with all ranks together."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(ranks() < 4, reason="needs fou
 
 
 def at_other_times(env: Env, schedule: str) -> None:
-    """The first pair attends before the second does anything, as stages of a pipeline do."""
+    """The first pair attends before the second does anything, as the stages of a pipeline do."""
     mesh = env.mesh(2, 2, names=("stage", "cp"))["cp"]
     dtype = torch.bfloat16 if env.device.type == "cuda" else torch.float32
     problem = Problem(batch=1, heads=4, length=512, dim=64, causal=True, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Heads by all-to-all on 2 and up to 4 GPUs: every kernel, order and share of heads."""
+"""Heads by all-to-all on 2 and up to 4 GPUs: every kernel, order and way to share the heads."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def exactly(
     env: Env, schedule: str, kernel: str, kind: str = "natural", staged: bool = False, mesh=None,
     placements=None, where=None, by_nccl: bool = False, **fields,
 ) -> None:  # fmt: skip
-    """As exact as one device. ``kind`` is the order; ``staged`` wants as many stages as heads
-    allow; ``where`` places the mask; ``by_nccl`` forbids copy engines."""
+    """As exact as one device. ``kind`` is the order. With ``staged`` there are as many stages as
+    the heads allow. ``where`` gives the mask's placements. ``by_nccl`` turns copy engines off."""
     problem = Problem(**{"batch": 2, "length": 512, "dim": 64, "dtype": BF16} | fields)
     tensors = problem.tensors(env.device)
     mesh = env.mesh(*mesh, names=("a", "b")) if mesh else env.mesh()
     wanted = (lambda *_: 4) if staged else head_costs._wanted
     with (
         mock.patch.object(head_costs, "_wanted", wanted),
-        mock.patch.object(head_costs, "deal", head_costs.deal.__wrapped__),  # which remembers
+        mock.patch.object(head_costs, "deal", head_costs.deal.__wrapped__),  # the uncached function
         mock.patch.object(Ring, "may_push", not by_nccl),
         only(kernel),
     ):
@@ -65,7 +65,8 @@ def exactly(
 
 
 def two_schedules(env: Env, kernel: str, kind: str, **fields) -> None:
-    """A forward by a gather and its backward by heads, in each order that "auto" takes it."""
+    """A forward by a gather and its backward by heads, in each order in which "auto" selects
+    that."""
     taken = []
 
     def choose(plan, wish, device_type, *_):
@@ -79,7 +80,7 @@ def two_schedules(env: Env, kernel: str, kind: str, **fields) -> None:
 
 
 def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
-    """Calls in a row, whose rooms are written again and again, give the same results."""
+    """Consecutive calls, whose rooms are overwritten repeatedly, give the same results."""
     length = 512 * env.world_size
     problem = Problem(
         batch=1, heads=16, key_heads=8, length=length, dim=64, causal=True, dtype=BF16
@@ -93,7 +94,7 @@ def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
     results = []
     with (
         mock.patch.object(head_costs, "_wanted", wanted),
-        mock.patch.object(head_costs, "deal", head_costs.deal.__wrapped__),  # which remembers
+        mock.patch.object(head_costs, "deal", head_costs.deal.__wrapped__),  # the uncached function
         cp_dispatch.enabled(schedule="ulysses", layout=balancer),
         only(kernel),
     ):
@@ -104,25 +105,25 @@ def repeated(env: Env, kernel: str, kind: str, staged: bool) -> None:
     for output, *grads in results[1:]:
         assert torch.equal(output, results[0][0])
         for again, first in zip(grads, results[0][1:], strict=True):
-            # Backwards of kernels add in any order.
+            # Backward kernels add in no fixed order.
             assert (again - first).float().norm() <= 1e-2 * first.float().norm()
 
 
 def memory(env: Env, kernel: str, causal: bool, order: str, by_nccl: bool) -> None:
-    """Peak memory beside the rank's shards, whatever the number of ranks, as many key heads as
-    query heads. In units of q, one bf16 query shard:
+    """Peak memory in addition to the rank's shards, for any number of ranks, with as many key heads
+    as query heads. In units of q, one bf16 query shard:
 
     forward   6 q   query, key and value as sent and as received
               (then, without what was sent: 3 q and an output of 1 q; then at most 4 outputs:
-              as the kernel gave it, in the shards' order, as received, and the final one)
+              the kernel's, that in the shards' order, the received one, and the final one)
             + 1 q
     backward  5 q   query, key, value, output and its gradient as received
             + 3 q   their gradients
-            + 5 q   what the kernel takes: 3 q as of a ring, and output and its gradient in a piece
-              (before, 10 q: those as sent and as received; and afterwards 12 q: the gradients as
-              the kernel gave them, in the shards' order, as received, and the final ones)
+            + 5 q   the kernel's own: 3 q as in a ring, and contiguous output and its gradient
+              (before that, 10 q: these as sent and as received; afterwards 12 q: the kernel's
+              gradients, those in the shards' order, the received ones, and the final ones)
             + 1 q
-    plus float32 logsumexps, as of a ring. By copy engines less: rooms are not torch's.
+    plus float32 logsumexps, as in a ring. Copy engines need less: torch does not allocate rooms.
     """
     layout = None
     if order == "head-tail":
@@ -226,7 +227,7 @@ def outcomes(request) -> dict[str, str]:
     size = request.param
 
     def runs(name: str) -> bool:
-        # Groups of a hybrid move by collectives, which wait for the host where ranks share GPUs.
+        # Groups of a hybrid use collectives, which wait for the host if ranks share GPUs.
         waits = is_staged() and "hybrid" in name and "no_host" in name
         return not waits and (size == 4 or name not in _FOUR)
 

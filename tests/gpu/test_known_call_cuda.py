@@ -1,5 +1,5 @@
-"""Known calls of ``one_call`` and of heads on GPUs whose ranks come late: bit by bit those of the
-whole way."""
+"""Known calls of ``one_call`` and of heads on GPUs, with ranks that arrive late: bitwise equal to
+calls through DTensor's dispatch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = [
 def steps(
     env: Env, layout, late: bool, causal: bool, schedule: str
 ) -> tuple[list[torch.Tensor], int]:
-    """Outputs and gradients of layers one after the other, step by step with new data, and how many
-    calls were known. On another stream in two of the steps."""
+    """Outputs and gradients of consecutive layers, step by step with new data, and how many calls
+    were known. Two of the steps use another stream."""
     mesh, local = env.mesh(), 48
     generator = torch.Generator(env.device).manual_seed(env.rank)
     calls, found = 0, []
@@ -83,7 +83,7 @@ def known(env: Env, kind: str | None, causal: bool = True, schedule: str = "one_
     want, none = steps(env, layout, late=False, causal=causal, schedule=schedule)
     got, calls = steps(env, layout, late=True, causal=causal, schedule=schedule)
     assert none == 0
-    # Forwards and backwards of all but a few steps, of which kinds and streams are learned.
+    # Forwards and backwards of all steps except a few, in which kinds and streams are learned.
     assert calls > LAYERS * STEPS, calls
     for number, (a, b) in enumerate(zip(got, want, strict=True)):
         assert torch.equal(a, b), (number, (a - b).abs().max())

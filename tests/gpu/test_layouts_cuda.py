@@ -1,4 +1,5 @@
-"""Permuted and self-balanced attention on 2 and up to 4 GPUs, against float64."""
+"""Attention on permuted data, and on data in natural order that cp_dispatch balances itself, on 2
+and up to 4 GPUs, against float64."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def natural(
 
 
 def grouped_heads(env: Env, kernel: str, schedule: str, kind: str | None, causal: bool) -> None:
-    """Backwards that hold few gradients of query heads at a time, as those of long shards do."""
+    """Backwards that hold the gradients of only a few query heads at a time, as with long
+    shards."""
     calls = []
     backend = type(BACKENDS[kernel])
     plain, pack = backend._backward, packed_heads.packed
@@ -78,8 +80,8 @@ def grouped_heads(env: Env, kernel: str, schedule: str, kind: str | None, causal
             natural(env, schedule, kernel, causal=causal, **how)
         else:
             laid_out(env, kernel, kind, causal=causal, schedule=schedule, **how)
-    # Some gradients are too many for one call; the first rank's tiles have more than twice as many
-    # keys as queries, in natural order and without a mask from 4 ranks on.
+    # Some gradients are too many for one call. The first rank's tiles have more than twice as many
+    # keys as queries; in natural order and without a mask, only from 4 ranks on.
     packs = kernel == "cudnn"
     if env.rank == 0 and (causal and kind is not None or env.world_size > 3):
         packs = "packed" in calls
@@ -98,9 +100,9 @@ def two_mesh_dims(env: Env, placements, kind: str) -> None:
 
 
 def large_enough_to_pay(env: Env, tokens: int, schedules: set[str], key_heads: int = 4) -> None:
-    """By itself, without a wish; one of ``schedules``, by what this GPU's costs say."""
+    """Calls for which "auto" selects one of ``schedules``, by the costs of this GPU."""
     length = tokens * env.world_size
-    # On 2 ranks as many keys as on 4.
+    # On 2 ranks, as many keys as on 4.
     key_heads = key_heads if key_heads < 64 else 4 * key_heads // env.world_size
     problem = Problem(1, max(16, key_heads), key_heads, length, dim=128, causal=True, dtype=BF16)
     tensors = problem.tensors(env.device)
@@ -111,13 +113,13 @@ def large_enough_to_pay(env: Env, tokens: int, schedules: set[str], key_heads: i
             plan = cp_dispatch.explain(*inputs, is_causal=True, enable_gqa=True)
             assert plan.schedule in (schedules if wish == "auto" else {"ring"}), plan
             results.append(problem.attend(*inputs).full_tensor().double())
-    # Both round partial outputs to bfloat16, in another order.
+    # Both round partial outputs to bfloat16, in a different order.
     error = (results[0] - results[1]).norm() / results[1].norm()
     assert error < 2 * torch.finfo(BF16).eps, error
 
 
 def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: bool) -> None:
-    """The ranks of one host reach each other's memory, and NCCL gives the same."""
+    """The ranks of one host write to each other's memory, and NCCL gives the same results."""
     problem = Problem(batch=2, heads=8, key_heads=2, length=1024, dim=64, causal=causal, dtype=BF16)
     tensors = problem.tensors(env.device)
     with cp_dispatch.enabled(schedule=schedule), only(kernel):
@@ -129,9 +131,9 @@ def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CP_DISPATCH_COPY_ENGINES", wanted)
             patch.setattr(reach, "_reachable", {})
-            patch.setattr(fast_path, "_known", {})  # a known call asks nobody
+            patch.setattr(fast_path, "_known", {})  # a known call does not check
             with cp_dispatch.enabled(schedule=schedule):
-                for _ in range(3):  # rooms are used again
+                for _ in range(3):  # rooms are reused
                     got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
             ((_, reached),) = reach._reachable.values()
             assert reached == (wanted == "1")
@@ -192,7 +194,7 @@ for _kernel in KERNELS:
                 CASES[f"{_kernel} {_schedule} {_name} causal={_causal}"] = functools.partial(
                     natural, schedule=_schedule, kernel=_kernel, causal=_causal, **_shape
                 )
-            for _schedule in ("gather", "one_call"):  # one call of flash alone, else a ring
+            for _schedule in ("gather", "one_call"):  # one_call runs only with flash
                 CASES[f"{_kernel} {_schedule} head-tail {_name}"] = functools.partial(
                     laid_out, kernel=_kernel, kind="head-tail", causal=True, schedule=_schedule,
                     **_shape,

@@ -62,7 +62,7 @@ def test_equals_eager(merge_triton, shape, dtype):
 
 
 def test_infinities(merge_triton):
-    """Every pair of logsumexps; a row whose own is -inf may hold anything."""
+    """Every pair of logsumexps. A row whose own logsumexp is -inf may contain anything."""
     values = [-INF, -1e30, -100.0, 0.0, 100.0, 1e30, INF]
     pairs = torch.tensor(list(itertools.product(values, values)), device="cuda")
     lse_a, lse_b = (pairs[:, i].reshape(1, 1, -1).contiguous() for i in range(2))
@@ -79,7 +79,8 @@ def test_infinities(merge_triton):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place_on_a_window(merge_triton, dtype):
-    """What the accumulator does: some rows of a wide token-major buffer, merged where they are."""
+    """What the accumulator does: some rows of a token-major buffer in a wide dtype, merged in
+    place."""
     out_a, lse_a, out_b, lse_b = partials((2, 4, 50, 64), torch.float32, dtype)
     out_b, lse_b = out_b[:, :, :17], lse_b[:, :, :17]
     got = []

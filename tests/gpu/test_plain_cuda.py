@@ -78,8 +78,8 @@ def recomputed_inside_the_block(env: Env) -> None:
 
 
 def backward_inside_autocast(env: Env, kernel: str) -> None:
-    """What the forward ran in counts: gradients are float32's, not those of products in bfloat16,
-    with up to what atomic sums differ by."""
+    """The forward's autocast state counts: gradients are those of float32, not of products in
+    bfloat16, except for the differences of atomic sums."""
     problem = Problem(batch=2, length=512, dim=64, dtype=torch.float32, causal=True)
     inputs = [
         x.requires_grad_()

@@ -1,7 +1,7 @@
 """Ring attention on 2 and up to 4 GPUs: every kernel, forward and backward, against float64.
 
-One set of NCCL processes per world size runs all cases (``tests/distributed/spawn.py``); a test
-here looks up what its case said. ``-k`` picks cases, and only those run.
+One set of NCCL processes per world size runs all cases (``tests/distributed/spawn.py``), and each
+test here looks up the result of its case. ``-k`` selects cases, and only those run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def change(problem: Problem, **fields) -> Problem:
 def matches(env: Env, problem: Problem, kernel: str, yardstick: str | None = None, **how) -> None:
     """The sharded call is as exact as the kernel on one device, or both refuse.
 
-    ``yardstick`` names another kernel for calls that only the ring can give to this one.
+    ``yardstick`` names another kernel for calls that this one supports only in the ring.
     """
     tensors = problem.tensors(env.device)
     mesh, placements = env.mesh(), (Shard(2),)
@@ -73,7 +73,7 @@ def matches(env: Env, problem: Problem, kernel: str, yardstick: str | None = Non
         return
     with cp_dispatch.enabled(schedule="natural_ring"):
         got = run_sharded(problem, tensors, mesh, placements, kernel=kernel, **how)
-    # One device's error in float64 is the luck of a few roundings, as is ours.
+    # One device's error in float64 depends on the luck of a few roundings, as does ours.
     floors, _ = rounding(problem, tensors)
     check(got, exact(problem, tensors), single, floors=floors, few=problem.dtype is FP64)
 
@@ -97,7 +97,7 @@ def _cases() -> dict:
                 add(f"{mask} {dtype}", kernel, causal=causal, dtype=dtype, key_heads=4)
             for length in (1000, 1023, 130):
                 add(f"{mask} uneven {length}", kernel, causal=causal, length=length)
-            # One device gives a causal call between different lengths to no flash or cuDNN.
+            # On one device neither flash nor cuDNN supports causal calls between different lengths.
             stick = "efficient" if causal and kernel in ("flash", "cudnn") else None
             add(f"{mask} 512 x 1536", kernel, stick, causal=causal, length=512, key_length=1536)
             add(f"{mask} 1536 x 512", kernel, stick, causal=causal, length=1536, key_length=512)

@@ -1,6 +1,6 @@
 """``varlen_attn`` on 2 and up to 4 GPUs: FlashAttention's kernel, against float64 and one device.
 
-One set of processes per world size runs all cases (``tests/distributed/spawn.py``); ``-k`` picks
+One set of processes per world size runs all cases (``tests/distributed/spawn.py``). ``-k`` selects
 cases, and only those run.
 """
 
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 BF16, FP16 = torch.bfloat16, torch.float16
-LENGTHS = (300, 1, 700, 0, 47, 800, 200)  # 2048
+LENGTHS = (300, 1, 700, 0, 47, 800, 200)  # 2048 in total
 BASE = VarlenProblem(LENGTHS, heads=8, key_heads=8, dim=64, dtype=BF16)
 
 
@@ -48,7 +48,7 @@ def on_two_dims(env: Env, problem: VarlenProblem, placements) -> None:
 
 
 def compiled(env: Env, problem: VarlenProblem) -> None:
-    """Documents of other lengths compile nothing."""
+    """Documents of different lengths compile nothing."""
     torch._dynamo.reset()
     attend = torch.compile(problem.attend, fullgraph=True)
     others = (2048, 0, 0, 0, 0, 0, 0), (1024, 0, 1024, 0, 0, 0, 0)
@@ -63,7 +63,7 @@ def compiled(env: Env, problem: VarlenProblem) -> None:
 
 
 def host_does_not_wait(env: Env, problem: VarlenProblem) -> None:
-    """Of a call with documents that are known."""
+    """In a call with known documents."""
     if is_staged():
         print("collectives by way of the host, nothing to test")
         return
@@ -115,7 +115,7 @@ for _window in ((-1, 0), (-1, -1), (128, 0), (64, 32), (100, -1), (-1, 50)):
 for _lengths in (
     tuple(filter(None, LENGTHS)),
     (64,) * 32,
-):  # the keys of a rank are few runs, and many
+):  # a rank's keys are few runs, then many
     for _window in ((-1, 0), (128, 0)):
         _how = {
             "near blocks": lambda length, ranks, own=_lengths: BlockBalanced.from_documents(

@@ -29,7 +29,7 @@ doc_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 @st.composite
 def cut_rows(draw):
-    """Documents of two or three batch rows with one total."""
+    """Documents of two or three batch rows with the same total."""
     length = draw(st.integers(1, 60))
     rows = []
     for _ in range(draw(st.integers(2, 3))):
@@ -65,7 +65,7 @@ def owners(balancer, row: int = 0) -> str:
 
 
 def random_documents(rng: random.Random, length: int) -> list[int]:
-    """Lengths like those of a text corpus: many short ones, few long ones."""
+    """Lengths like those of a text corpus: many short ones, and a few long ones."""
     lengths = []
     while length:
         lengths.append(min(length, 1 + int(rng.lognormvariate(6, 1.5))))
@@ -126,11 +126,11 @@ def test_documents_shorter_than_the_ranks():
 
 def test_blocks():
     balancer = BlockBalanced([1, 2, 3, 4, 5, 6], 2, block_size=2)
-    # Neither 21 / 2 nor three blocks each allow better than 10 and 11.
+    # With a total of 21, and three blocks each, nothing is better than 10 and 11.
     assert sorted(map(balancer.work, range(2))) == [10, 11]
     assert balancer.seq_len == 12 and balancer.blocks == 6
     assert sorted(itertools.chain(*(balancer.owned_blocks(r)[0] for r in range(2)))) == [*range(6)]
-    # Sorted greedy leaves 4 + 2 + 1 and 2 + 2 + 1, head-tail 7 and 5; one swap evens it out.
+    # Sorted greedy assigns 4 + 2 + 1 and 2 + 2 + 1, head-tail 7 and 5. One swap evens that out.
     assert [*map(BlockBalanced([4, 2, 2, 2, 1, 1], 2).work, range(2))] == [6, 6]
     assert owners(BlockBalanced([4, 2, 2, 2, 1, 1], 2, 1)) == "011100"
 
@@ -196,7 +196,7 @@ def test_layout(balancer):
         assert positions[rank].shape == (balancer.rows, balancer.shard_lengths[rank])
         for row, spans in enumerate(balancer.spans(rank)):
             assert positions[rank][row].tolist() == [p + i for p, n in spans for i in range(n)]
-            # Ascending, coalesced, none empty.
+            # Ascending, merged if adjacent, none empty.
             assert all(a.position + a.length < b.position for a, b in itertools.pairwise(spans))
             assert all(span.length for span in spans)
 
@@ -212,7 +212,7 @@ def test_is_a_value(balancer):
 
 @given(any_balancers)
 def test_work(balancer):
-    """All of the work is somewhere, and imbalance is the most over the mean."""
+    """No work is lost, and imbalance is the maximum over the mean."""
     work = [balancer.work(rank) for rank in range(balancer.world_size)]
     natural = [balancer.natural_work(rank) for rank in range(balancer.world_size)]
     assert sum(work) == pytest.approx(sum(natural))
@@ -272,13 +272,13 @@ def test_head_tail_is_near_that_elsewhere(length, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_a_hundred_document_mixes(world_size):
-    """At 64 blocks per rank; head-tail alone is far off, and so is natural order."""
+    """At 64 blocks per rank. Head-tail alone is far off, and so is natural order."""
     rng = random.Random(0)
     length = 64 * 128 * world_size
     for _ in range(100):
         lengths = random_documents(rng, length)
         blocks = BlockBalanced.from_documents(lengths, world_size)
-        assert blocks.imbalance() <= 1.001  # asked for: 1.05
+        assert blocks.imbalance() <= 1.001  # the requirement: 1.05
         assert blocks.imbalance() <= head_tail_imbalance(blocks)
         assert PerDocumentHeadTail(lengths, world_size).imbalance() <= 1.001
 
@@ -402,7 +402,7 @@ def test_numbers_of_any_kind():
         == BlockBalanced([numbers, numbers], 2)
     )
     assert PerDocumentHeadTail(torch.tensor([[3, 5], [3, 5]]), 2) == PerDocumentHeadTail((3, 5), 2)
-    rows = [torch.tensor([3, 5]), torch.tensor([4, 2, 2])]  # as cu_seq.diff() gives them
+    rows = [torch.tensor([3, 5]), torch.tensor([4, 2, 2])]  # as cu_seq.diff() returns them
     assert PerDocumentHeadTail(rows, 2) == PerDocumentHeadTail([[3, 5], [4, 2, 2]], 2)
     with pytest.raises(ContextParallelError, match="at least one document"):
         PerDocumentHeadTail([torch.tensor([])], 2)
@@ -410,12 +410,12 @@ def test_numbers_of_any_kind():
     assert repr(BlockBalanced(numbers, 2)).startswith(
         "BlockBalanced(4 blocks of 128, world_size=2,"
     )
-    # Caches of compiled graphs tell layouts apart by their representations.
+    # Caches of compiled graphs distinguish layouts by their representations.
     assert repr(BlockBalanced(numbers, 2)) != repr(BlockBalanced([4, 3, 2, 1], 2))
 
 
 def test_outlines_are_made_while_other_threads_work_things_out():
-    """It raised RuntimeError: a dict changed while it was walked."""
+    """This raised RuntimeError, because a dict changed during iteration."""
     balancer, number, before = HeadTail(16, 2), itertools.count(), sys.gettrace()
 
     def another_thread(*_):

@@ -26,7 +26,7 @@ def balancers(world_size: int):
 
 
 def tensors() -> dict:
-    """Two batch rows, 24 positions, every kind of tensor and place for the sequence."""
+    """Two batch rows, 24 positions, every kind of tensor and every sequence dim."""
     return {
         "tokens": torch.randint(1000, (2, 24)),
         "mask": torch.rand(2, 24) > 0.5,
@@ -57,7 +57,7 @@ def on_ranks(world_size: int, function) -> list:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``torch.equal`` compares for any dtype, NaN and -0 included."""
+    """The bits, which ``torch.equal`` compares for any dtype, including NaN and -0."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.view(torch.uint8) if plain.numel() else plain
 
@@ -68,7 +68,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expected(tensor, dim: int, balancer, world_size: int, rank: int) -> torch.Tensor:
-    """What ``shard`` promises, row by row."""
+    """The result that ``shard`` promises, row by row."""
     tensor = wide(tensor)
     if balancer is None:
         return tensor.chunk(world_size, dim)[rank]
@@ -152,7 +152,8 @@ def test_structures():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients(world_size):
-    """shard's gradients add up to the whole one; unshard's is the slice of the replicated one."""
+    """shard's gradients add up to the whole gradient. unshard's is the slice of the replicated
+    one."""
     whole, weight = torch.randn(2, 24, 3).double(), torch.randn(2, 24, 3).double()
 
     def body(rank, mesh):

@@ -1,4 +1,4 @@
-"""Labels across shard borders: the loss of all ranks together is one device's."""
+"""Labels across shard borders: the loss of all ranks together is that of one device."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_documents_end_without_a_label():
     per_row = PerDocumentHeadTail([[1, 3], [4]], 2)
     want = [[-1, 2, 3, -1], [5, 6, 7, -1]]
     assert next_token_labels(tokens, per_row, ignore_index=-1).tolist() == want
-    # Documents that are given win over the balancer's.
+    # Documents that are passed take precedence over the balancer's.
     assert next_token_labels(tokens, per_row, [4], -1).tolist() == [[1, 2, 3, -1], [5, 6, 7, -1]]
 
 

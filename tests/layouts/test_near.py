@@ -1,4 +1,5 @@
-"""Layouts for which few keys have to travel: who needs what, and what of it has to be sent."""
+"""Layouts for which few keys have to be sent: which ranks need which keys, and which of these have
+to be sent."""
 
 import itertools
 import random
@@ -15,7 +16,7 @@ from cp_dispatch.layouts.deal_blocks import _even_out
 from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from tests.layouts.test_balancers import owners, random_documents
 
-ROWS = 128  # of a block
+ROWS = 128  # of one block
 
 
 def first_keys(lengths: list[int]) -> list[int]:
@@ -27,12 +28,12 @@ def first_keys(lengths: list[int]) -> list[int]:
 
 
 def mask_work(lengths: list[int]) -> list[int]:
-    """Key blocks of each query block."""
+    """The number of key blocks of each query block."""
     return [block - first + 1 for block, first in enumerate(first_keys(lengths))]
 
 
 def blocks_moved(owned, first: list[int]) -> int:
-    """The most key blocks that a rank sends or gets."""
+    """The largest number of key blocks that a rank sends or receives."""
     owner = {block: rank for rank, blocks in enumerate(owned) for block in blocks}
     sent, got = [0] * len(owned), [0] * len(owned)
     for rank, blocks in enumerate(owned):
@@ -48,14 +49,14 @@ def owned_by(balancer: BlockBalanced) -> list[tuple[int, ...]]:
 
 
 def swapped(work: list, world_size: int) -> list[list[int]]:
-    """Natural order, and single blocks swapped until the work is within 1%."""
+    """Natural order, in which single blocks are swapped until the work is within 1%."""
     each = len(work) // world_size
     natural = [list(range(rank * each, (rank + 1) * each)) for rank in range(world_size)]
     return _even_out(natural, work, [0] * world_size, len(work), 1.01)
 
 
 def uniform_documents(length: int, mean: int = 4096) -> list[int]:
-    """Those of tools/flex_bench.py."""
+    """The documents of tools/flex_bench.py."""
     generator, lengths = torch.Generator().manual_seed(0), []
     while left := length - sum(lengths):
         lengths.append(min(left, int(torch.randint(1, 2 * mean, (), generator=generator))))
@@ -100,7 +101,7 @@ def test_stays_in_natural_order(work, world_size):
     (32768, 4, 5, 186), (8192, 4, 20, 72), (8192, 2, 16, 23),
 ])  # fmt: skip
 def test_documents_of_the_benchmark(tokens, world_size, mib, before):
-    """MiB that a rank sends or gets, at 4 KiB a row."""
+    """MiB that a rank sends or receives, at 4 KiB per row."""
     lengths = uniform_documents(tokens * world_size)
     first, work = first_keys(lengths), mask_work(lengths)
     balancer = BlockBalanced(work, world_size, ROWS, near=True)
@@ -110,7 +111,7 @@ def test_documents_of_the_benchmark(tokens, world_size, mib, before):
     assert max(len(balancer.spans(rank)[0]) for rank in range(world_size)) <= 8
 
 
-# -- The guess at who needs what ----------------------------------------------------------------
+# -- The estimate of who needs what ---------------------------------------------------------------
 
 
 def mask_of(kind: str, lengths: list[int]):
@@ -136,7 +137,7 @@ def test_keys_guessed_from_work(kind):
 
 
 def test_keys_of_whole_documents():
-    """To a block: whether documents share one with the next is not known."""
+    """To within one block, because it is not known whether adjacent documents share a block."""
     mask = mask_of("whole documents", [300, 84, 640, 1000, 24])
     keys = NearKeys(BlockBalanced(mask, 2).block_work[0])
     for first, last, end in zip(keys.first, keys.last, ends(mask), strict=True):
@@ -158,9 +159,9 @@ def test_keys_guessed_from_pairs():
 
 
 def test_traffic_known_answer():
-    keys = NearKeys([1, 2, 3, 4, 1, 2])  # documents 0 to 3, 4 to 5
+    keys = NearKeys([1, 2, 3, 4, 1, 2])  # documents of blocks 0 to 3 and 4 to 5
     traffic = Traffic(keys, [((0, 2), (4, 5)), ((2, 4), (5, 6))])
-    # Rank 1 needs 0, 1 and 4, rank 0 has what it needs.
+    # Rank 1 needs blocks 0, 1 and 4. Rank 0 has what it needs.
     assert (traffic.got, traffic.sent) == ([0, 3], [3, 0])
     assert traffic.price == (3, 3)
     assert keys.cut == [0, 1, 2, 3, 0, 1]
@@ -179,7 +180,7 @@ def test_traffic_keeps_count(data):
         owner = [data.draw(st.sampled_from(ranks)) for _ in work]
         return {r: keys.join((i, i + 1) for i, x in enumerate(owner) if x == r) for r in ranks}
 
-    # Ranks that give and take among each other, as a search has them.
+    # Ranks that exchange blocks with each other, as in a search.
     before = deal(range(world_size))
     traffic = Traffic(keys, [before[rank] for rank in range(world_size)])
     pair = data.draw(st.permutations(range(world_size)))[:2]
@@ -219,7 +220,7 @@ def test_documents_never_move_more_than_single_swaps(world_size, most, each, rng
 
 
 def test_mixes_of_documents():
-    """Within 1%, from pairs as well, and with far less traffic than by single swaps."""
+    """Within 1%, also from pairs of rows, and with far less traffic than by single swaps."""
     rng = random.Random(0)
     for world_size in (2, 4, 8):
         moved = before = 0
@@ -235,7 +236,7 @@ def test_mixes_of_documents():
 
 
 def test_the_same_everywhere():
-    """Whatever became of random numbers before."""
+    """Whatever the state of the random number generators."""
     work = mask_work(uniform_documents(4 * 8192))
     one = BlockBalanced(work, 4, ROWS, near=True)
     random.seed(7)
@@ -247,14 +248,14 @@ def test_the_same_everywhere():
 
 
 def test_as_balanced_as_without_near():
-    """Where whole documents and swaps do not get within 1%, heaviest blocks first may."""
+    """If whole documents and swaps do not get within 1%, heaviest blocks first may."""
     work = [x for length in (2, 6, 10, 4, 10) for x in range(1, length + 1)]
     assert BlockBalanced(work, 8, 1).imbalance() == 1.0
     assert BlockBalanced(work, 8, 1, near=True).imbalance() == 1.0
 
 
 def test_numbers_of_all_sizes():
-    """Also where their quotients are no floats."""
+    """Also if their quotients are not floats."""
     for work in ([1e-300, 1e199, 0, 1.5], [0, 5e-324, 1e199, 3], [10**199, 1, 0, 10**18]):
         owned = owned_by(BlockBalanced(work, 2, 1, near=True))
         assert sorted(itertools.chain(*owned)) == [*range(4)]
@@ -264,7 +265,7 @@ def test_numbers_of_all_sizes():
 
 
 def test_long_sequences_are_dealt_out_quickly(monkeypatch):
-    """Swaps that are none too large are found without a search, and searches end."""
+    """If no swap is too large, they are found without a search. Searches end."""
     looks = 0
     search = deal_blocks._best_swap
 
@@ -289,7 +290,7 @@ def test_long_sequences_are_dealt_out_quickly(monkeypatch):
 
 @given(st.data())
 def test_the_largest_swap_is_the_best(data):
-    """Where none is too large."""
+    """If none is too large."""
     numbers = st.lists(st.integers(0, 12) | st.floats(0, 12), min_size=1, max_size=6)
     heavy, light = (sorted((x, i) for i, x in enumerate(data.draw(numbers))) for _ in range(2))
     gap = data.draw(st.integers(1, 60))
@@ -306,7 +307,8 @@ def test_rows_of_a_batch_even_each_other_out():
 
 
 def test_rows_of_their_own_are_evened_out_together():
-    """Three blocks a rank, for which each row alone comes out near enough, and both do not."""
+    """With three blocks per rank, each row alone is balanced well enough, but both together are
+    not."""
     first = [1] * 6 + [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 1, 2, 3, 1, 2, 3]
     second = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1, 2, 1]
     assert BlockBalanced([first, second], 8, 1, near=True).imbalance() <= 1.01

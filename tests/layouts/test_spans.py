@@ -1,4 +1,5 @@
-"""Integer geometry, checked by painting: every score exactly once, by tiles kernels can do."""
+"""Integer geometry, checked by painting: every score is computed exactly once, by tiles that
+kernels support."""
 
 import math
 
@@ -30,7 +31,7 @@ ring_shapes = st.one_of(st.tuples(world_sizes), st.lists(st.integers(1, 4), max_
 
 @st.composite
 def layouts(draw, length: int, world_size: int):
-    """Any cut of ``[0, length)`` into spans, dealt to the ranks in any order."""
+    """Any partition of ``[0, length)`` into spans, assigned to the ranks in any order."""
     cuts = draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=2 * world_size))
     edges = [0, *sorted(cuts - {length}), length]
     spans = [Span(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
@@ -96,21 +97,21 @@ def test_causal_tiles_are_square_and_only_in_causal_geometries(geometry):
     tiles = [t for rank in world for owner in world for t in geometry.tiles(rank, owner)]
     causal = [tile for tile in tiles if tile.causal]
     assert all(tile.query_length == tile.key_length for tile in causal)
-    # Position 0 sees itself and nothing else, so a causal mask needs a causal tile.
+    # Position 0 sees only itself, so a causal mask needs a causal tile.
     assert bool(causal) == geometry.causal
 
 
 @pytest.mark.parametrize(
     "query, key, tiles",
     [
-        # Both start at one position: the square, then the rows past the last key.
+        # Both start at the same position: the square, then the rows past the last key.
         (Span(4, 4), Span(4, 4), [(0, 4, 0, 4, True)]),
         (Span(4, 4), Span(4, 2), [(0, 2, 0, 2, True), (2, 2, 0, 2, False)]),
         (Span(4, 2), Span(4, 4), [(0, 2, 0, 2, True)]),
-        # Keys before the rows are seen whole; those after them not at all.
+        # Keys before the rows are seen completely, and those after them not at all.
         (Span(4, 4), Span(0, 4), [(0, 4, 0, 4, False)]),
         (Span(0, 4), Span(4, 4), []),
-        # Neither starts nor ends together.
+        # They neither start nor end together.
         (Span(4, 4), Span(2, 4), [
             (0, 4, 0, 2, False), (0, 2, 2, 2, True), (2, 2, 2, 2, False),
         ]),
@@ -124,7 +125,7 @@ def test_known_tiles(query, key, tiles):
 
 @given(st.integers(1, 60), world_sizes, st.booleans(), st.data())
 def test_balancers_are_painted_once_too(length, world_size, causal, data):
-    """Also with a layout of its own for each row of the batch."""
+    """Also with a different layout for each batch row."""
     cut = data.draw(st.integers(0, length - 1))
     documents = [length - cut, cut] if cut else [length]
     for balancer in (
@@ -147,7 +148,8 @@ def test_balancers_are_painted_once_too(length, world_size, causal, data):
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_head_tail_is_the_whole_block_and_then_halves(world_size):
-    """As many rows times keys at every hop on every rank, in one kernel call."""
+    """The number of rows times keys is the same at every hop and on every rank, in one kernel
+    call."""
     half = 3
     length = 2 * half * world_size
     geometry = laid_out(length, length, (world_size,), True, HeadTail(length, world_size))
@@ -179,7 +181,7 @@ def test_mirrored_pieces_are_head_tail_pairs_of_the_mirror(world_size):
 def test_full_mask_is_one_tile_of_the_two_shards():
     geometry = natural(10, 6, (4,), causal=False)
     assert geometry.tiles(3, 0) == (Tile(0, 1, 0, 2, False, (Span(9, 1),), (Span(0, 2),)),)
-    assert geometry.tiles(0, 3) == ()  # 6 keys in chunks of 2 leave rank 3 without any
+    assert geometry.tiles(0, 3) == ()  # 6 keys in chunks of 2 leave none for rank 3
 
 
 @given(lengths, world_sizes)
@@ -198,7 +200,7 @@ def test_chunk_spans_are_those_of_torch_and_dtensor(length, world_size):
 def test_chunk_spans_of_several_mesh_dims_chunk_each_chunk_again(length, ring_shape):
     parts = [torch.arange(length)]
     for size in ring_shape:
-        # torch.chunk gives fewer, Shard empty ones.
+        # torch.chunk returns fewer chunks, and Shard returns empty ones.
         chunks = [list(part.chunk(size)) if len(part) else [] for part in parts]
         parts = [x for own in chunks for x in own + [torch.arange(0)] * (size - len(own))]
     spans = chunk_spans(length, ring_shape)
@@ -216,7 +218,7 @@ def test_chunk_cuts_a_span_where_it_lies(position, length, count):
 
 
 def test_known_chunks_of_two_mesh_dims():
-    """Two nodes of two ranks: 10 positions are cut into 5 and 5, and those into 3 and 2."""
+    """Two nodes of two ranks: 10 positions are split into 5 and 5, and each 5 into 3 and 2."""
     assert chunk_spans(10, (2, 2)) == (
         (Span(0, 3),), (Span(3, 2),), (Span(5, 3),), (Span(8, 2),),
     )  # fmt: skip
@@ -241,9 +243,9 @@ def test_last_hop_is_the_last_rank_that_needs_the_keys(geometry):
         (16, 16, 4, False, [3, 3, 3, 3]),
         (16, 16, 4, True, [3, 2, 1, 0]),
         (16, 16, 1, True, [0]),
-        # Keys past the last query are of no use to anybody.
+        # No rank needs the keys past the last query.
         (4, 8, 4, True, [3, 2, 0, 0]),
-        # Two queries and one key a rank: key 1 serves row 1 of rank 0, at hop 3, and so on.
+        # Two queries and one key per rank: row 1 of rank 0 needs key 1, at hop 3, and so on.
         (8, 4, 4, True, [3, 3, 3, 3]),
         # Five positions in chunks of two: rank 3 owns none and needs none.
         (5, 5, 4, True, [2, 1, 0, 0]),
@@ -258,14 +260,14 @@ def test_known_last_hops(query_length, key_length, world_size, causal, last_hops
 
 @given(lengths, lengths, world_sizes)
 def test_causal_natural_order_never_crosses_the_end_of_the_ring(one, other, size):
-    # With no more queries than keys, a rank's keys start no earlier than its queries: only
-    # higher ranks see them.
+    # If there are no more queries than keys, a rank's keys start no earlier than its queries, so
+    # only higher ranks see them.
     geometry = natural(min(one, other), max(one, other), (size,), causal=True)
     assert all(owner + geometry.last_hop(owner) < size for owner in range(size))
 
 
 class TestBoards(expecttest.TestCase):
-    """Who computes what: ``#`` whole, ``o`` a causal diagonal, ``%`` both, ``.`` skipped."""
+    """Which rank computes what: ``#`` whole, ``o`` a causal diagonal, ``%`` both, ``.`` skipped."""
 
     def board(self, geometry: Geometry) -> str:
         marks = {frozenset(): ".", frozenset({False}): "#", frozenset({True}): "o"}
@@ -310,14 +312,14 @@ rank 3  # # # #""",
 
 
 def test_rows_that_do_not_ascend_are_no_diagonal_of_their_own():
-    """Rows of the second half stand first here; those behind them do not see the keys before."""
+    """Rows of the second half come first here. The rows after them do not see the keys before."""
     spans = Span(4, 4), Span(0, 4)
     found = [tile[:5] for tile in tiles(spans, spans, True, 0)]
     assert sorted(found) == [(0, 4, 0, 4, True), (0, 4, 4, 4, False), (4, 4, 4, 4, True)]
 
 
 def test_what_follows_from_all_ranks_is_worked_out_once(monkeypatch):
-    """A ring asks at every hop: on 512 ranks a prediction took 20 seconds."""
+    """A ring asks for these at every hop. On 512 ranks a prediction took 20 seconds."""
     geometry, asked = natural(64 * 37, 64 * 37, (64,), True), []
     for name in ("key_length", "last_hop"):
         method = getattr(Geometry, name)

@@ -1,4 +1,4 @@
-"""Partial results of any windows of rows, put together: outputs and gradients."""
+"""Partial results of any windows of rows, combined: outputs and gradients."""
 
 import weakref
 
@@ -46,7 +46,7 @@ def test_accumulator(dtype, order):
     tiles = [
         (*partial(dtype, (*SHAPE[:2], length, SHAPE[3])), start) for start, length in ORDERS[order]
     ]
-    # What never saw a key: everything before the first tile.
+    # Before the first tile, no key has been seen.
     parts = [(torch.zeros(SHAPE).double(), torch.full(SHAPE[:3], -INF).double())]
     for out, lse, start in tiles:
         padded = torch.zeros(SHAPE).double(), torch.full(SHAPE[:3], -INF).double()
@@ -69,7 +69,8 @@ def test_accumulator(dtype, order):
     if dtype in (torch.float32, torch.float64):
         torch.testing.assert_close(out, exact.to(dtype))
     else:
-        # Every merge in float32 and one rounding at the end: as good as the exact one rounded.
+        # Every merge is in float32, with one rounding at the end: as good as the exact result
+        # rounded.
         assert_as_good(out, exact, exact.to(dtype))
 
 
@@ -92,7 +93,7 @@ def test_accumulator_returns_one_tile_bit_by_bit():
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_accumulator_keeps_the_wide_result_if_asked(order):
-    """The dtype asked for decides, not query's: narrowing afterwards gives the narrow result."""
+    """The requested dtype decides, not query's. Narrowing afterwards gives the narrow result."""
     tiles = [
         (*partial(torch.bfloat16, (*SHAPE[:2], n, SHAPE[3])), start) for start, n in ORDERS[order]
     ]
@@ -110,7 +111,7 @@ def test_accumulator_keeps_the_wide_result_if_asked(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_accumulator_in_float64_for_narrow_partials(order):
-    """As the math backend asks for: nothing is rounded to the dtype of query or of the partials."""
+    """As the math backend requests: nothing is rounded to the dtype of query or of the partials."""
     tiles = [
         (*partial(torch.float32, (*SHAPE[:2], n, SHAPE[3])), start) for start, n in ORDERS[order]
     ]
@@ -134,7 +135,7 @@ def test_accumulator_without_rows():
 
 @st.composite
 def many_windows(draw):
-    """Windows of 10 rows, of all batch rows or each of one."""
+    """Windows of 10 rows, each of all batch rows or of one."""
     row = st.integers(0, SHAPE[0] - 1) if draw(st.booleans()) else st.none()
     tiles = []
     for _ in range(draw(st.integers(0, 6))):
@@ -176,14 +177,15 @@ def test_any_windows(tiles, dtype, seed):
         grad.dtype is dtype
         and grad.stride() == out.stride() == token_major(*SHAPE, like=query).stride()
     )
-    # One rounding to the dtype, and those of a few additions in the wide one.
+    # One rounding to the dtype, and the roundings of a few additions in the wide dtype.
     unit, wide_unit = torch.finfo(dtype).eps / 2, torch.finfo(wide(dtype)).eps
     bound = unit * exact_sum.abs() + len(tiles) * wide_unit * size
     assert ((grad.double() - exact_sum).abs() <= bound * (1 + 1e-6)).all()
 
 
 def test_head_tail_windows_cost_one_merge_each(monkeypatch):
-    """Rows of one history go together, and what nothing is merged into is not widened."""
+    """Rows with the same history are merged together. Results that nothing is merged into are not
+    widened."""
     merges = []
     merge = accumulate.merge_partials
 
@@ -212,7 +214,7 @@ def test_head_tail_windows_cost_one_merge_each(monkeypatch):
 
 @pytest.mark.parametrize("larger", [False, True])
 def test_what_a_kernel_gave_serves_if_it_is_no_part_of_more(larger):
-    """A result must not keep memory alive that it does not show."""
+    """A result must not keep memory alive that it does not use."""
     dtype, row = torch.float32, SHAPE[1] * SHAPE[3]
     size = SHAPE[0] * SHAPE[2] * row
     buffer = torch.zeros(size + larger)
@@ -227,7 +229,7 @@ def test_what_a_kernel_gave_serves_if_it_is_no_part_of_more(larger):
 
 
 def test_a_kernel_has_the_memory_of_those_before_it():
-    """What a kernel gave for some rows alone is gone when the next one runs."""
+    """A kernel's results for only some rows are freed when the next kernel runs."""
     alive: list[weakref.ref] = []
 
     class Kernels:

@@ -1,4 +1,4 @@
-"""What a ring's stream and its communicator have to do with others."""
+"""A ring's streams and its communicator, together with those of others."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from tests.ranks import one_rank
 
 @contextlib.contextmanager
 def ring_on_cuda():
-    """A ring that thinks it has a side stream, and the current stream."""
+    """A ring that assumes it has a side stream, and the current stream."""
     ring, current = object.__new__(Ring), mock.Mock()
     ring.stream = mock.Mock()
     with (
@@ -27,8 +27,8 @@ def ring_on_cuda():
 
 
 def test_after_an_error_memory_goes_when_the_side_stream_is_done():
-    """Who raises while starting a move holds on to nothing: the side stream would write to what
-    the current one has given to others."""
+    """Code that raises while it starts a move keeps nothing alive. Otherwise the side stream would
+    write to memory that the current stream has passed on."""
     with ring_on_cuda() as (ring, current):
         with pytest.raises(MemoryError), ring.after(ring.mark()):
             raise MemoryError
@@ -44,8 +44,8 @@ def test_moves_that_start_are_not_waited_for():
 
 
 def test_streams_are_those_of_the_tensors_device():
-    """Where nobody called set_device another device is the current one, and waiting for its stream
-    waits for nothing that the move reads."""
+    """Without set_device, another device may be the current one. Waiting for its stream would not
+    wait for the data that the move reads."""
     streams = {None: mock.Mock(), (device := torch.device("cuda", 1)): mock.Mock()}
     with (
         ring_on_cuda() as (ring, _),
@@ -67,7 +67,7 @@ def test_streams_are_those_of_the_tensors_device():
     ("cpu:gloo,cuda:gloo", "cuda", False),
 ])  # fmt: skip
 def test_a_ring_on_nccl_has_a_communicator_of_its_own(config, device, own):
-    """Also beside gloo for CPU: the user's, used from two streams, can deadlock."""
+    """Also next to gloo for CPU. The user's own communicator can deadlock if two streams use it."""
     made = mock.Mock()
     with (
         one_rank() as mesh,
@@ -87,7 +87,8 @@ def test_a_ring_on_nccl_has_a_communicator_of_its_own(config, device, own):
 
 
 def test_a_group_goes_when_it_is_destroyed():
-    """Its threads and sockets would be there for ever, of every one that a process makes."""
+    """Otherwise its threads and sockets would stay forever, for every group that a process
+    creates."""
     with one_rank():
         group = dist.new_group([0])
         ring, seen = Ring.of(group, torch.device("cpu")), weakref.ref(group)

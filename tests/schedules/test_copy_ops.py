@@ -1,4 +1,4 @@
-"""Which heads are copied as they lie."""
+"""Which heads are copied without packing."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IN_ROWS = {
     "one projection of all": torch.randn(B, S, 3, H, D)[:, :, 1].transpose(1, 2),
     "some heads": torch.randn(B, S, H + 1, D)[:, :, 1:].transpose(1, 2),
     "every other row": torch.randn(B, 2 * S, H, D)[:, ::2].transpose(1, 2),
-    "one row": torch.randn(B, H, 1, D),  # whose stride is less than it is long
+    "one row": torch.randn(B, H, 1, D),  # its stride is less than its length
     "one head": torch.randn(B, 1, S, D),
     "one batch row for all": torch.randn(S, H, D).transpose(0, 1).expand(B, -1, -1, -1),
 }

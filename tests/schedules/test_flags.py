@@ -1,6 +1,6 @@
 """Which flags a mailbox raises and takes, and where it copies to.
 
-The real class, with ops that only tell what they were given; tests/gpu have the streams.
+The real class, with ops that only record what they are given. tests/gpu tests the streams.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ RANKS, SIZE, STREAM = 3, 1024, 5
 
 @pytest.fixture
 def told(monkeypatch):
-    """Makes the boxes of a rank; ``told.calls`` are the calls of ops, with names for addresses."""
+    """Creates the boxes of a rank. ``told.calls`` are the calls of ops, with names instead of
+    addresses."""
     memory = {
         name: [torch.zeros(HEADER + SIZE, dtype=torch.uint8) for _ in range(RANKS)]
         for name in ("keys", "gradients")
@@ -72,12 +73,12 @@ def flags(kind: str, *pairs: str, box: str = "keys") -> list[str]:
     return [f"{box}: {kind} {pair}" for pair in pairs]
 
 
-# Of rank 1: what it tells the others, and what they tell it.
+# For rank 1: what it signals to the others, and what they signal to it.
 THERE, HERE = ("1->0", "1->2"), ("0->1", "2->1")
 
 
 def test_of_all_peers(told):
-    """Note [Flags of a mailbox]; for a pull the other way round."""
+    """Note [Flags of a mailbox]. For a pull it is the other way round."""
     box, other = told(1), told(1, "gradients")
     free, frees = flags("free", *THERE), flags("free", *HERE)
     full, fulls = flags("full", *THERE), flags("full", *HERE)
@@ -86,7 +87,7 @@ def test_of_all_peers(told):
     for step, expected in (
         (lambda: box.push_rows([], [], opens=True, opens_too=other, then_wait=True),
          ("push", both, frees, full, fulls, STREAM, True, True)),
-        (lambda: box.open(), ("raise", free, STREAM)),  # as if that had not been
+        (lambda: box.open(), ("raise", free, STREAM)),  # unaffected by the call before
         (lambda: box.push([], []), ("push", [], frees, full, fulls, STREAM, True)),
         (lambda: box.push([], [], ready_at_open=True),
          ("push", [], frees, full, fulls, STREAM, False)),
@@ -108,7 +109,7 @@ def test_of_some_peers(told):
     box = told(1)
     box.open([2])
     box.push([], [], [2], [0])
-    box.push([], [], [2], [])  # nothing comes
+    box.push([], [], [2], [])  # nothing arrives
     box.push([], [], [], [0])
     box.push_rows([], [], opens=True, peers=(0,))
     assert [call[1:5] for call in told.calls] == [
@@ -129,7 +130,7 @@ def test_rooms_lie_behind_the_flags(told):
 
 
 def test_what_is_copied_lives_until_it_is_waited_for(told):
-    """Another stream reads it, so that its memory must not be given away."""
+    """Another stream reads it, so its memory must not be reused."""
     box = told(1)
     for push in (box.push, lambda targets, sources: box.push_rows(sources, [])):
         kept = weakref.ref(source := torch.zeros(1))
@@ -142,7 +143,7 @@ def test_what_is_copied_lives_until_it_is_waited_for(told):
 
 @pytest.mark.parametrize("step", ["open", "push_rows", "push_rows of another", "pull"])
 def test_a_graph_that_captures_a_step_is_noted(told, step):
-    """Its replays go on writing there."""
+    """Its replays continue to write there."""
     box, other = told(1), told(1, "gradients")
     way = {
         "open": box.open,
@@ -158,7 +159,7 @@ def test_a_graph_that_captures_a_step_is_noted(told, step):
 
 
 def test_a_retired_box_holds_no_views(told):
-    """They may refer to it."""
+    """Views may refer to the box."""
     box = told(1)
     box.views["of a call"] = box
     box.retire()

@@ -1,4 +1,4 @@
-"""Who computes which heads, and the order of rows: integers."""
+"""Which rank computes which heads, and the order of rows, on integers."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def test_groups_own_what_their_ranks_own():
     natural = laid_out(16, 12, (4,), True, None)
     assert grouped(natural, 2) == laid_out(16, 12, (2,), True, None)
     assert grouped(natural, 4) == laid_out(16, 12, (1,), True, None)
-    # Groups of a head-tail layout are one of fewer ranks.
+    # A group of a head-tail layout is a head-tail layout of fewer ranks.
     assert grouped(laid_out(16, 16, (4,), True, HeadTail(16, 4)), 2) == laid_out(
         16, 16, (2,), True, HeadTail(16, 2)
     )
-    # Without a mask by position the order stays.
+    # Without a mask by position the order stays as it is.
     full = grouped(laid_out(8, 8, (2,), False, HeadTail(8, 2)), 2)
     assert full.query_spans == ((Span(0, 2), Span(6, 2), Span(2, 4)),)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a mailbox wait for when they make one."""
+"""What the ranks of a mailbox wait for when they create one."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ class Stream:
 
 
 def made(size: int, log: list[str], current: Stream, side: Stream):
-    """A mailbox of that size, and in ``log`` what was waited for until it was there."""
+    """Create a mailbox of that size. ``log`` gets what was waited for."""
 
     def apart(device, function, *args):
         own = Stream("the thread's", log)
@@ -48,8 +48,9 @@ def made(size: int, log: list[str], current: Stream, side: Stream):
 
 
 def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
-    """A stage of a pipeline that waits for all of its GPU waits for gradients that it has asked
-    another stage for, which may wait for what this one is about to compute."""
+    """If a stage of a pipeline waited for all of its GPU's streams, it would wait for gradients
+    that it has requested from another stage. That stage may wait for what this one is about to
+    compute."""
     log: list[str] = []
     current, side = Stream("current", log), Stream("side", log)
     meeting = ["the thread's", "ranks", "the thread's"]
@@ -57,12 +58,12 @@ def test_ranks_wait_for_no_stream_but_those_that_use_the_room():
         made(2**21, log, current, side)
         assert log == ["made", *meeting]
         log.clear()
-        made(2**22, log, current, side)  # who reads or writes the old one is done before it goes
+        made(2**22, log, current, side)  # its readers and writers finish before it is freed
         assert log == ["current", "side", *meeting, "made", *meeting]
 
 
 def test_a_room_for_nothing_is_a_room():
-    """Of a rank without batch rows or heads, which takes part in what the others do."""
+    """A rank without batch rows or heads takes part in what the others do."""
     log: list[str] = []
     sizes = []
     with mock.patch.dict(mailboxes._boxes, clear=True):
@@ -72,7 +73,7 @@ def test_a_room_for_nothing_is_a_room():
 
 
 def test_rooms_of_a_group_that_is_gone_are_freed_without_it(monkeypatch):
-    """After destroy_process_group nobody would meet there."""
+    """After destroy_process_group, the ranks cannot synchronize."""
     log: list[str] = []
     gone, box = mock.Mock(group_name="cp"), mock.Mock(side=Stream("side", log), is_in_a_graph=False)
     monkeypatch.setattr(mailboxes, "_boxes", {("cp", "keys"): (gone, box)})
@@ -86,7 +87,7 @@ def test_rooms_of_a_group_that_is_gone_are_freed_without_it(monkeypatch):
     (1, 0, None), (2, 0, None), (3, 0, "out of memory"), (1, 1, "1 of 4 ranks"),
 ])  # fmt: skip
 def test_ranks_have_room_or_raise(monkeypatch, tries, others, error):
-    """A rank that has no memory, nor finds any among what torch keeps, leaves nobody waiting."""
+    """If a rank has no memory, even after torch's caches are freed, no rank is left waiting."""
     emptied, agreed, room = mock.Mock(), mock.Mock(), torch.ones(rooms.HEADER + 1)
     memory = mock.Mock()
     memory.empty_strided_p2p.side_effect = [*[RuntimeError("out of memory")] * (tries - 1), room]
@@ -101,7 +102,7 @@ def test_ranks_have_room_or_raise(monkeypatch, tries, others, error):
 
 
 class Boxes:
-    """What :mod:`mailboxes` make of requests, with boxes that hold nothing."""
+    """How :mod:`mailboxes` answers requests, with boxes that hold nothing."""
 
     def __init__(self, monkeypatch):
         self.made: list[mock.Mock] = []
@@ -139,14 +140,14 @@ def test_a_room_is_used_again_until_it_is_too_small(boxes):
     assert boxes.get(grain) is first and boxes.get() is first
     second = boxes.get(grain + 1)
     assert second is not first and second.size == 2 * grain
-    # What was pushed on the default stream is read before others make the larger one.
+    # What was pushed on the default stream is read before others create the larger one.
     assert [call[0] for call in first.method_calls] == ["let_side_follow", "retire"]
     assert boxes.get() is second and not mailboxes._retired, "the first one is forgotten"
     assert mailboxes.held_bytes() == rooms.HEADER + 2 * grain
 
 
 def test_groups_of_one_name_have_rooms_of_their_own(boxes):
-    """A group that was destroyed, and one that was made since."""
+    """A group that was destroyed, and one that was created since."""
     assert boxes.get() is not boxes.get(group=mock.Mock(group_name="cp"))
 
 
@@ -197,7 +198,7 @@ def without_peers(name: str, steps: list) -> mailbox.Mailbox:
 
 
 def test_steps_are_noted_down(monkeypatch):
-    """Of both boxes where a push to one opens the other."""
+    """For both boxes, if a push to one opens the other."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: True)
     for name in OPS:
@@ -223,8 +224,8 @@ def test_steps_are_noted_down(monkeypatch):
 @pytest.mark.parametrize("on_default", [True, False], ids=["default stream", "another stream"])
 @pytest.mark.parametrize("then_wait", [True, False])
 def test_what_ops_are_told(monkeypatch, on_default, then_wait):
-    """The default stream carries itself what it would wait for; flags are in the protocol's order,
-    and in numbers that are kept too."""
+    """What the default stream would wait for runs on it directly. Flags are in the protocol's
+    order, also in the numbers that are cached."""
     log: list[tuple] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(mailbox, "on_default_stream", lambda device: on_default)
@@ -254,8 +255,8 @@ def test_what_ops_are_told(monkeypatch, on_default, then_wait):
 
 
 def test_the_default_stream_waits_for_readers_once(monkeypatch):
-    """After a pull that it has waited for nobody reads, until something is queued; any other stream
-    waits again, for nothing tells whether it came after that one."""
+    """After a pull that it has waited for, no reads are outstanding until something is queued. Any
+    other stream waits again, because nothing shows whether it came after that wait."""
     log: list[str] = []
     box, current = without_peers("keys", []), 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -294,7 +295,7 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     (lambda box: box.pull([], [], then_wait=True), "push_slabs"),
 ], ids=["pair", "heads", "pull"])  # fmt: skip
 def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, op):
-    """Calls on the default stream tell no other stream when they have read what came."""
+    """Calls on the default stream do not signal other streams when they have read what arrived."""
     log: list[object] = []
     box, current, capturing = without_peers("keys", []), 0, False
     default = mock.MagicMock()
@@ -341,7 +342,8 @@ def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, o
 
 
 def test_readers_are_waited_for_and_not_what_comes_after_them(monkeypatch):
-    """Keys of a group wait until the last ones were read, not for gradients on the same stream."""
+    """Keys of a group wait until the previous ones were read, but not for gradients on the same
+    stream."""
     box, current, capturing, side = without_peers("keys", []), 1, False, mock.Mock()
     log: list[str] = []
     nothing_on_side = False

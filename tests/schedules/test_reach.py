@@ -1,4 +1,4 @@
-"""Whose ranks write to each other's memory: all of a group or none, whoever cannot."""
+"""Which ranks write to each other's memory: all of a group or none, whichever rank cannot."""
 
 from unittest import mock
 
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.mark.parametrize("lacking", CASES)
 def test_ranks_reach_each_other_alike(monkeypatch, lacking):
-    """One rank that cannot keeps all from it, or they would wait for each other's flags."""
+    """If one rank cannot, no rank does. Otherwise they would wait for each other's flags."""
     differs, reaches = CASES[lacking]
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", differs.get("shared", "0"))
     for module, name, values in (
@@ -40,7 +40,7 @@ def test_ranks_reach_each_other_alike(monkeypatch, lacking):
     told = [None] * 3
 
     class Told(dict):
-        """Of ranks in threads, whose groups have one name."""
+        """For ranks in threads, whose groups have the same name."""
 
         def __setitem__(self, name, found):
             told[dist.get_rank()] = found

@@ -1,4 +1,4 @@
-"""What a message holds on to while another stream reads and writes."""
+"""What a message keeps alive while another stream reads and writes."""
 
 import contextlib
 import weakref
@@ -14,7 +14,7 @@ ROWS, HEADS, DIM = 4, 2, 8
 
 
 class OneRank:
-    """A ring of one rank, whose messages come when they are waited for."""
+    """A ring of one rank, whose messages arrive when they are waited for."""
 
     rank, world_size = 0, 1
 
@@ -35,8 +35,8 @@ class OneRank:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_memory_stays_until_it_has_been_read(ordered):
-    """The index of the order too: freed early, it was other rows' index by the time that the side
-    stream packed by it (wrong results on 4 GPUs by NCCL)."""
+    """This includes the index of the order. When it was freed early, it contained another index by
+    the time that the side stream packed with it (wrong results on 4 GPUs with NCCL)."""
     part = Part(torch.float32, DIM, (Span(0, HEADS),))
     index = torch.tensor([2, 0, 3, 1])
     order = Order(index, index.argsort()) if ordered else None

@@ -1,4 +1,4 @@
-"""Calls of ``varlen_attn`` on whole sequences: what they should give, and what one device gives."""
+"""Calls of ``varlen_attn`` on whole sequences: their exact results, and those of one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = (Shard(0),)
 
 @dataclass(frozen=True)
 class VarlenProblem:
-    """Lengths of the documents, and ``rest`` rows after them that belong to none."""
+    """Lengths of the documents, and ``rest`` rows after them that belong to no document."""
 
     lengths: tuple[int, ...] = (5, 20, 1, 9, 13)
     key_lengths: tuple[int, ...] | None = None
@@ -59,7 +59,7 @@ class VarlenProblem:
         return found if self.key_lengths else [found[0]] * 2
 
     def attend(self, query, key, value, starts):
-        """The user's line of code; ``(output, logsumexp)``."""
+        """The line of code that a user writes; returns ``(output, logsumexp)``."""
         gqa = {"enable_gqa": True} if self.grouped and TORCH_2_13 else {}
         longest = max(self.lengths), max(self.key_lengths or self.lengths)
         return varlen_attn(
@@ -69,7 +69,7 @@ class VarlenProblem:
 
 
 def exact(problem: VarlenProblem, device="cpu") -> dict[str, Tensor]:
-    """In float64, by one mask of all rows and keys."""
+    """The results in float64, with one mask of all rows and keys."""
     query, key, value, grad = (x.double() for x in problem.tensors(device))
     rows, keys = problem.totals
     seen = torch.zeros(rows, keys, dtype=torch.bool, device=device)
@@ -100,7 +100,7 @@ def exact(problem: VarlenProblem, device="cpu") -> dict[str, Tensor]:
 
 
 def one_device(problem: VarlenProblem, device="cpu") -> dict[str, Tensor]:
-    """Torch's kernel, or where it has none, on CPU, ours on one rank."""
+    """Torch's kernel, or ours on one rank on CPU, where torch has none."""
     *inputs, grad = problem.tensors(device)
     leaves = [x.requires_grad_() for x in inputs]
     starts = problem.starts(device)
@@ -111,7 +111,7 @@ def one_device(problem: VarlenProblem, device="cpu") -> dict[str, Tensor]:
         out, lse = problem.attend(*leaves, starts)
     grads = torch.autograd.grad(out, leaves, grad)
     found = dict(zip(NAMES, [x.detach() for x in (out, lse, *grads)], strict=True))
-    # Torch's kernel does not write rows outside of all documents.
+    # Torch's kernel does not write rows outside all documents.
     rows, keys = (total - problem.rest for total in problem.totals)
     for name, end in (("output", rows), ("dQ", rows), ("dK", keys), ("dV", keys)):
         found[name][end:] = 0
@@ -127,7 +127,7 @@ def run_sharded(
     problem: VarlenProblem, mesh, placements=ROWS, *, key_placements=None, layout=None,
     starts=None, attend=None, needs_grad=True,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Whole results; checks on the way that they are placed like the query."""
+    """Whole results. Also checks that they have the query's placements."""
     device = mesh.device_type
     *inputs, grad = problem.tensors(device)
     where = placements, key_placements or placements, key_placements or placements
@@ -157,7 +157,7 @@ def run_sharded(
 
 
 def check(got: dict[str, Tensor], want: dict[str, Tensor], single: dict[str, Tensor]) -> None:
-    """Every result is as near to ``want`` as one device's, up to FACTOR; see
+    """Check that every result is as close to ``want`` as one device's, up to FACTOR; see
     :func:`tests.distributed.reference.report`."""
     wrong = []
     for name, mine in got.items():
@@ -172,6 +172,6 @@ def check(got: dict[str, Tensor], want: dict[str, Tensor], single: dict[str, Ten
             for x in (mine, true.to(mine.dtype), theirs)
         )
         allowed = max(others)
-        if not error <= FACTOR * _scatter(true) * allowed:  # a NaN is wrong
+        if not error <= FACTOR * _scatter(true) * allowed:  # a NaN counts as wrong
             wrong.append(f"{name}: error {error:.3e}, one device {allowed:.3e}")
     assert not wrong, "; ".join(wrong)

@@ -1,4 +1,5 @@
-"""Pieces and moves on integers, the ops by torch's own checks, and what ``explain_varlen`` says."""
+"""Pieces and moves on integers, the ops by torch's own checks, and the text of
+``explain_varlen``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def starts(lengths) -> tuple[int, ...]:
 
 
 def band(rows: int, keys: int, window) -> torch.Tensor:
-    """What torch's kernel lets rows see, aligned at the bottom right."""
+    """What rows see in torch's kernel, aligned at the bottom right."""
     after = torch.arange(keys) - torch.arange(rows).unsqueeze(1) - (keys - rows)
     seen = torch.ones(rows, keys, dtype=torch.bool)
     if window.left >= 0:
@@ -76,7 +77,8 @@ def test_pieces_see_what_their_rows_see(call):
             mine[rows, piece.key : piece.key + piece.keys] |= part
         assert torch.equal(mine, whole[owned])
         traffic = traffic_of(documents, window, queries, keys, rank)
-        # Keys that some row sees, and none else, come; where they lie is where they are looked for.
+        # Exactly the keys that some row sees arrive, and they are in the place where they are
+        # looked up.
         needed = mine.any(0).nonzero().flatten().tolist()
         compact = {}
         for (position, length), row in traffic.places:
@@ -95,21 +97,21 @@ def test_pieces_see_what_their_rows_see(call):
 
 
 def test_windows_are_causal_or_full():
-    """By which CUDA kernels choose."""
+    """CUDA kernels are selected by that."""
     windows = [Window(left, right) for left in (-1, 0, 2) for right in (-1, 0, 2)]
     assert [x for x in windows if x.is_causal] == [Window(-1, 0)]
     assert [x for x in windows if x.is_full] == [Window(-1, -1)]
 
 
 def test_rows_may_see_no_key():
-    """Those of a document with fewer keys, as far as they come before its first."""
+    """Those of a document with fewer keys than rows, as far as they come before its first key."""
     documents, runs = Documents((0, 9), (0, 2)), [Span(0, 3), Span(3, 3), Span(6, 3)]
     pieces = [pieces_of(documents, Window(-1, 0), [run]) for run in runs]
     assert pieces == [[(0, 3, 0, 0, 0, 0)], [(0, 3, 0, 0, 0, 0)], [(0, 3, 0, 2, 0, 0)]]
 
 
 def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
-    """They send gradients in one dtype."""
+    """So that they send gradients in one dtype."""
     found = []
     for lengths in ([8], [2, 4, 2]):
         documents = Documents(starts(lengths), starts(lengths))
@@ -120,7 +122,7 @@ def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
 
 
 def test_no_key_is_twice_in_a_layer():
-    """Sums are the same at every run, for nobody adds to one row from two sides."""
+    """Sums are the same in every run, because no row gets contributions from two sides at once."""
     lengths = [8, 3, 13]
     documents = Documents(starts(lengths), starts(lengths))
     layout = cp_dispatch.PerDocumentHeadTail(lengths, 2).text
@@ -130,7 +132,7 @@ def test_no_key_is_twice_in_a_layer():
         layers = CallKeys(traffic.pieces, traffic, torch.device("cpu")).layers
         rows = torch.arange(sum(traffic.takes))
         found = [compact.take(rows).tolist() for _, compact in layers]
-        # Rank 0 has two runs of a document, rank 1 what is between them.
+        # Rank 0 has two runs of a document, and rank 1 has what is between them.
         assert len(found) == 2 - rank and all(len(set(x)) == len(x) for x in found)
         assert sum(map(len, found)) == sum(piece.keys for piece in traffic.pieces)
 
@@ -197,7 +199,7 @@ def test_explain():
 
 
 def test_a_plan_is_made_once(monkeypatch):
-    """For calls that are alike; whether the documents are DTensors is a part of it."""
+    """For calls that are alike. Whether the documents are DTensors is part of the comparison."""
     made, make_plan = [], plan_module.make_plan
     monkeypatch.setattr(plan_module, "make_plan", lambda *x: made.append(x) or make_plan(*x))
     monkeypatch.setattr(plan_module, "_plans", {})
@@ -217,7 +219,7 @@ def test_a_plan_is_made_once(monkeypatch):
 
 
 def test_explain_refuses_shapes_and_arguments():
-    """In words, and none for one of its own."""
+    """With exactly one reason each, in words."""
     cu_seq = torch.tensor([0, 20, 48], dtype=torch.int32)
     shape, float16 = (48, 4, 8), torch.float16
     cases = [
@@ -235,7 +237,7 @@ def test_explain_refuses_shapes_and_arguments():
         ("the head dim is 264", [(48, 4, 264)] * 3, {"device": "cuda", "dtype": float16}),
     ]
     with fake_ranks(4) as mesh, cp_dispatch.enabled():
-        # A mesh of GPUs need not have any: only its name is looked at.
+        # A mesh of GPUs need not have any; only its name is used.
         meshes = {"cpu": mesh, "cuda": DeviceMesh("cuda", torch.arange(4), _init_backend=False)}
         for words, shapes, how in cases:
             device, dtype = how.pop("device", "cpu"), how.pop("dtype", torch.float32)

@@ -1,4 +1,4 @@
-"""The peer that ``tools/varlen_bench.py`` times attends as one device does."""
+"""The alternative that ``tools/varlen_bench.py`` times attends as one device does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.test_bench_tools import TOOLS, load
 
 
 class Dense(torch.autograd.Function):
-    """What torch has no kernel for on CPU."""
+    """Replaces torch's kernel, which does not exist on CPU."""
 
     @staticmethod
     def forward(ctx, query, key, value, sizes, window):
@@ -43,7 +43,7 @@ def test_gathered_by_hand(monkeypatch, mean, window):
     monkeypatch.setattr(bench, "varlen_attn", varlen_attn)
     args = argparse.Namespace(heads=(4, 2), head_dim=8, dtype="float64", window=window)
 
-    # Before there are ranks: random numbers are the process's.
+    # Before there are ranks, because the random number generator belongs to the process.
     tensors = [torch.randn(48, n, 8, dtype=torch.float64) for n in (4, 2, 2, 4)]
 
     def body(rank):

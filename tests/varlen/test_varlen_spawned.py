@@ -1,4 +1,4 @@
-"""``varlen_attn`` on real processes, eager and compiled: documents are data of a graph."""
+"""``varlen_attn`` on real processes, eager and compiled. Documents are data to a graph."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def eager(env: Env, problem: VarlenProblem) -> None:
 
 
 def compiled(env: Env, backend: str, window=(-1, 0), layout=False) -> None:
-    """Right, and documents of other lengths compile nothing, in tensors of their own or the same
-    ones written over."""
+    """Right, and documents of different lengths compile nothing, whether in new tensors or written
+    over the old ones."""
     if backend == "inductor" and not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
     torch._dynamo.reset()
     layout = cp_dispatch.HeadTail(48, env.world_size) if layout else None
-    # The longest is a number of the graph, which ours does not read.
+    # The longest length is a number in the graph, which ours does not read.
     problems = [VarlenProblem(x, key_heads=2, window=window) for x in LENGTHS]
 
     def attend(query, key, value, starts):
@@ -82,7 +82,8 @@ def one_node_each_way(env: Env) -> None:
 
 
 def settings_compile_anew(env: Env) -> None:
-    """Another layout is another graph; coming back compiles nothing; off, it is torch's."""
+    """Another layout is another graph. A return to the first compiles nothing. When off, the call
+    is torch's."""
     torch._dynamo.reset()
     attend = torch.compile(BASE.attend, fullgraph=True, backend="aot_eager")
     layouts = None, cp_dispatch.HeadTail(48, env.world_size)
@@ -100,7 +101,7 @@ def settings_compile_anew(env: Env) -> None:
 
 
 def several_lengths(env: Env, dynamic) -> None:
-    """Of the packed sequence, divided by the ranks or not."""
+    """Lengths of the packed sequence that the number of ranks divides, and others."""
     torch._dynamo.reset()
     attend = torch.compile(BASE.attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     with cp_dispatch.enabled():
@@ -121,7 +122,7 @@ def without_gradients(env: Env, mode) -> None:
 
 
 def placed_starts(env: Env, backend: str) -> None:
-    """A DTensor that is written over between calls, which changes no version inside of it."""
+    """A DTensor that is overwritten between calls, which changes no version of its local tensor."""
     if backend == "inductor" and not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -139,8 +140,8 @@ def placed_starts(env: Env, backend: str) -> None:
 
 
 def made_in_the_graph(env: Env) -> None:
-    """Inductor writes documents over those that an earlier call had, and counts no version. By a
-    product of torch's, which needs no kernel to be built."""
+    """Inductor writes documents over those of an earlier call without a version change. The
+    documents come from a matrix product of torch, for which no kernel has to be built."""
     if not _has_compiler():
         print("no C++ compiler, nothing to test")
         return
@@ -163,7 +164,7 @@ def made_in_the_graph(env: Env) -> None:
 
 
 def in_a_model(env: Env, compile: bool) -> None:
-    """Projections on DTensors around it, in a checkpoint; gradients of the weights."""
+    """With projections on DTensors around it, in a checkpoint; gradients of the weights."""
     torch._dynamo.reset()
     mesh, generator = env.mesh(), torch.Generator().manual_seed(0)
     x = torch.randn(48, 32, generator=generator)

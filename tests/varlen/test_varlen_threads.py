@@ -116,7 +116,7 @@ def test_layouts(ranks, window):
 
 @pytest.mark.parametrize("window", [(-1, 0), (3, 2)], ids=str)
 def test_many_runs_of_keys(monkeypatch, window):
-    """As few are, which take another way."""
+    """The same as for few runs, which use different code."""
     monkeypatch.setattr(keys, "_MOST_RUNS", 0)
     monkeypatch.setattr(exchange, "_MOST_SUMS", 0)
     problem = VarlenProblem((5, 20, 1, 9, 13), window=window, key_heads=2)
@@ -169,7 +169,7 @@ def judge_forward(problem):
 
 
 def test_whole_keys_and_sums():
-    """Whole keys are cut, sums are summed; dK and dV come sharded."""
+    """Whole keys are cut and partial sums are summed. dK and dV are sharded."""
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -191,7 +191,7 @@ def test_whole_keys_and_sums():
 
 
 def test_cu_seq_changes_between_calls():
-    """Other tensors, the same written over, DTensors; and what is kept is found again."""
+    """New tensors, the same ones overwritten, and DTensors. Cached values are found again."""
     problems = [VarlenProblem(x) for x in ((48,), (5, 20, 1, 9, 13), (24, 24))]
     made = []
     from cp_dispatch.varlen import job
@@ -222,12 +222,12 @@ def test_cu_seq_changes_between_calls():
     for got, want in zip(results, wants, strict=True):
         for name, x in got.items():
             close(x, want[name])
-    # A forward and a backward share what was worked out.
+    # A forward and its backward share what was worked out.
     assert len(made) <= 2 * len(results)
 
 
 class Counter:
-    """Bytes that ranks give to others, by rank, and how many all-to-alls there were."""
+    """Bytes that ranks send to others, by rank, and the number of all-to-alls."""
 
     def __init__(self, monkeypatch):
         self.sent, self.calls = {}, 0
@@ -246,12 +246,12 @@ class Counter:
 
 
 def test_bytes_go_where_they_are_needed(monkeypatch):
-    """Four ranks of 12 rows; the first and the last two share a document."""
+    """Four ranks of 12 rows. The first two and the last two share a document each."""
     problem, counter = VarlenProblem((6, 10, 8, 15, 9)), Counter(monkeypatch)
     row = 2 * problem.key_heads * problem.dim * 4
     judge(problem, 4)
-    # Rank 1 sees 6 keys of rank 0, rank 3 sees 12 of rank 2, forward and backward, and gives as
-    # many gradients back.
+    # Rank 1 sees 6 keys of rank 0, and rank 3 sees 12 of rank 2, forward and backward. They return
+    # the same number of gradients.
     assert {pair: size for pair, size in counter.sent.items() if size} == {
         (0, 1): 2 * 6 * row, (1, 0): 6 * row, (2, 3): 2 * 12 * row, (3, 2): 12 * row,
     }  # fmt: skip
@@ -407,7 +407,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_disabled_is_torchs():
-    """Before the first time and after it; torch has no rule for DTensors and no kernel for CPU."""
+    """Before the first use and after it. Torch has no rule for DTensors, and no kernel for CPU."""
 
     def torchs(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -429,7 +429,7 @@ def test_disabled_is_torchs():
 
 
 def test_backward_after_the_block():
-    """In a layout, which the backward has from its forward."""
+    """In a layout, which the backward gets from its forward."""
     layout = HeadTail(48, 2)
 
     def body(rank):
@@ -483,7 +483,7 @@ def test_a_checkpoint_recomputed_in_another_order_raises(first, second):
 
 
 def test_flops_are_counted():
-    """Of the whole sequence, each row with the keys of its document, as torch counts."""
+    """For the whole sequence, each row with the keys of its document, as torch counts."""
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
