@@ -6,12 +6,6 @@ one more kernel for each part of the rows. In head-tail order, where rank r owns
 2W - 1 - r ("hi"), that makes three kernels for any W, and one merge per row. (Attention does not
 depend on the order of the keys.)
 
-
-- Where ranks write to each other's memory (:mod:`mailbox`), a forward takes the pieces of others by
-  their positions: what the lo rows see of them, lo of ranks 0 to r - 1, comes first, and what the
-  hi rows see is those and what follows up to hi of rank r + 1.
-- An all-gather has one order for all ranks ::
-
 - If ranks can write to each other's memory (:mod:`mailbox`), a forward takes the pieces of the
   others in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to
   r - 1, come first, and the hi rows see these and all that follow, up to hi of rank r + 1.
