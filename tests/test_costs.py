@@ -97,6 +97,14 @@ def test_calibrate_writes_no_tries_into_the_package(monkeypatch, capsys):
     assert "torch sees none" in capsys.readouterr().err
 
 
+def test_calibrate_asks_at_once_whether_it_may_write(monkeypatch, capsys, tmp_path):
+    """Rank 0 failed after minutes, with nothing written, and the others in their barrier."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(calibrate.dist, "init_process_group", lambda *_: pytest.fail("too late"))
+    assert main(["calibrate", "--quick", "-o", str(tmp_path / "none" / "x.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_calibrate_of_a_host_wants_the_rest():
     with pytest.raises(ContextParallelError, match="there are none of cpu; run calibrate without"):
         calibrate._known(torch.device("cpu"))

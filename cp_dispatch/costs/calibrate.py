@@ -285,6 +285,13 @@ def run(arguments: argparse.Namespace) -> None:
             '--quick does not measure usable constants, and "auto" would use them if they were in '
             "the package; pass a file, -o FILE"
         )
+    # Now, and not when minutes have been measured.
+    folder = arguments.output.parent if arguments.output else FOLDER
+    if not os.access(folder, os.W_OK):
+        raise ContextParallelError(
+            f"calibrate could not write its file: there is no folder {folder}, or it is read-only; "
+            "pass a file elsewhere, -o FILE"
+        )
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         device = torch.device("cuda", dist.get_node_local_rank(0)) if cuda else torch.device("cpu")
