@@ -52,11 +52,12 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
     texts = _compare(wholes[0].device_mesh if mesh is None else mesh, text, wrong)
     if texts is None:
         return
+    refusing = [rank for rank in sorted(texts) if _is_refusal(texts[rank])]
+    shown = texts if refusing else _marked(texts)
     given = "\n".join(
-        f"  rank {rank}{' refused' if _is_refusal(texts[rank]) else ''}:\n{texts[rank]}"
+        f"  rank {rank}{' refused' if rank in refusing else ''}:\n{shown[rank]}"
         for rank in sorted(texts)
     )
-    refusing = [rank for rank in sorted(texts) if _is_refusal(texts[rank])]
     if refusing:
         head, advice = (
             f"rank {', '.join(map(str, refusing))} refused this {what} call, so all ranks raise",
@@ -66,7 +67,8 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
         head, advice = (
             f"the ranks do not agree on this {what} call",
             "Every rank of the mesh must use the same global shapes, dtypes, placements and "
-            "options.",
+            "options. Lines that are not the same on all ranks are marked with *. Shards of "
+            "different lengths need the shape= and stride= of the whole in DTensor.from_local.",
         )
     raise ContextParallelError(
         f"{head} (found by CP_DISPATCH_DEBUG=1, nothing was computed).\n{given}\n  {advice}"
@@ -86,6 +88,18 @@ _REFUSAL = "    raised ContextParallelError:\n"
 
 def _is_refusal(text: str) -> bool:
     return text.startswith(_REFUSAL)
+
+
+def _marked(texts: dict[int, str]) -> dict[int, str]:
+    """The texts with a star at lines that some rank does not have."""
+    lines = {rank: text.splitlines() for rank, text in texts.items()}
+    shared = set.intersection(*map(set, lines.values()))
+    return {
+        rank: "\n".join(
+            line if line in shared else "  * " + line.removeprefix("    ") for line in own
+        )
+        for rank, own in lines.items()
+    }
 
 
 def _indented(text: str) -> str:

@@ -40,7 +40,7 @@ def _mixers(config) -> str | None:
     return (
         f"layers of this model mix positions in other ways than attention ({found} in its config), "
         "and would do so only within this rank's shard; run the model on whole sequences, outside "
-        "the block (if these layers handle sharded sequences by themselves, pass prepared masks, "
+        "the block (if these layers handle sharded sequences by themselves, pass prebuilt masks, "
         "which are not checked here)"
     )
 

@@ -62,7 +62,7 @@ _NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False
 _installed: list[tuple] = []  # transformers' table, a key in it, its function, ours
 
 READY = (
-    "pass the model a prepared attention mask: a 4-D boolean tensor [B, 1, S, S] or, for a model "
+    "pass the model a prebuilt attention mask: a 4-D boolean tensor [B, 1, S, S] or, for a model "
     "with several kinds of layers, a dict of such masks by the names in config.layer_types"
 )
 
@@ -210,7 +210,7 @@ def _mask(context: PlainContext, theirs, given: dict):
         _check_positions(layout, padding, of_rows, counted, ranks)
     wrong = wrong_in_a_shard(config, total, seen)
     if wrong is not None:
-        _refuse(wrong, ranks, None)  # prepared masks would not help
+        _refuse(wrong, ranks, None)  # prebuilt masks would not help
     window = given["local_size"]
     plain = padding is None or bool(padding.all())
     by_flag = plain and skips[0] and (window is None or total < window)

@@ -137,7 +137,7 @@ def plot(mask: IntervalMask, balancer: Balancer | None, world_size: int, path, r
         from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ContextParallelError("plots need matplotlib: pip install cp_dispatch[viz]") from error
+        raise ContextParallelError("plots need matplotlib: pip install matplotlib") from error
     colours = torch.tensor([to_rgb(colour) for colour in _rank_colours(world_size)])
     # Without pyplot there is no state to leave behind and no display to need.
     figure = Figure(figsize=(11, 5.2), dpi=110, layout="constrained")

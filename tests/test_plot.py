@@ -141,4 +141,4 @@ def test_without_matplotlib(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot"]) == 2
-    assert "pip install cp_dispatch[viz]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -40,8 +40,8 @@ def next_token_labels(
         int64 labels of the shape of ``tokens``. The last position is ``ignore_index``.
 
     Raises:
-        ContextParallelError: if lengths or batch rows do not match the tokens, or if ``tokens`` is
-            not a plain tensor.
+        ContextParallelError: if lengths or batch rows do not match the tokens, if ``tokens`` is not
+            a plain tensor, or if ``balancer`` is not a balancer.
     """
     if not isinstance(tokens, torch.Tensor) or isinstance(tokens, DTensor):
         raise ContextParallelError(
@@ -52,6 +52,12 @@ def next_token_labels(
         raise ContextParallelError(
             f"tokens must be integers of shape (..., S), got {tokens.dtype} of shape "
             f"{list(tokens.shape)}"
+        )
+    if not isinstance(balancer, Balancer | None):
+        raise ContextParallelError(
+            "balancer must be None or a balancer such as "
+            f"cp_dispatch.HeadTail(seq_len, world_size), got {balancer!r}; "
+            "pass the lengths of documents as doc_lengths="
         )
     length = tokens.shape[-1]
     if balancer is not None and balancer.seq_len != length:

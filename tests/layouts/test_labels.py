@@ -88,6 +88,7 @@ def test_loss_is_one_devices(world_size, length):
         (([1, 2],), "plain tensor of the whole sequence, got a list"),
         ((torch.ones(2, 4),), r"must be integers of shape \(..., S\), got torch.float32"),
         ((torch.tensor(3),), r"got torch.int64 of shape \[\]"),
+        ((torch.arange(4), [1, 3]), r"got \[1, 3\]; pass the lengths of documents as doc_lengths="),
         ((torch.arange(4), HeadTail(8, 2)), "is for 8 positions, tokens have 4"),
         ((torch.arange(4), None, [3]), "documents have 3 positions in total, but tokens have 4"),
         ((torch.arange(4), None, [[1, 3], [2, 2]]), r"has 2 batch rows, tokens have shape \[4\]"),
