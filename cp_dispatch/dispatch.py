@@ -43,7 +43,7 @@ def involves_dtensor(query, key, value, attn_mask) -> bool:
     tensors = query, key, value, attn_mask
     if functorch_is_active():
         refuse_transforms(tensors, "scaled_dot_product_attention")
-    return any(isinstance(x, DTensor) for x in tensors)
+    return isinstance(query, DTensor) or any(isinstance(x, DTensor) for x in tensors)
 
 
 def attend(

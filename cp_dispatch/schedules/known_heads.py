@@ -7,6 +7,7 @@ heads of this rank's rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -86,7 +87,10 @@ class _Way:
         whole = (False,) * len(home.parts)
         self._numbers_home, self._came = home.numbers(box, whole), home.own(box)
         self._return_as_they_are: bool | None = None
-        self._releases = not here
+        self._push = functools.partial(box.push_heads, then_wait=True)
+        if here:
+            self._push = box.push_heads_here
+        self._here = here
         # Only shapes and strides of results are kept, so they need no memory.
         results = self._results_of(*(torch.empty_like(x, device="meta") for x in inputs))
         self._results = [(x.shape, x.stride(), x.dtype) for x in results]
@@ -108,7 +112,7 @@ class _Way:
         """Send, and let the current stream wait for this rank's heads."""
         if not self._go_as_they_are:
             tensors, _ = packed_heads(self._parts, tensors, True)
-        self._box.push_heads(tensors, self._numbers, True)
+        self._push(tensors, self._numbers)
 
     def _send_home(self, *pieces: Tensor) -> None:
         """Send back own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``. The push
@@ -121,7 +125,7 @@ class _Way:
             )
         if not self._return_as_they_are:
             pieces = [as_heads(x.to(part.dtype)) for x, part in zip(pieces, parts, strict=True)]
-        self._box.push_heads(pieces, self._numbers_home, True)
+        self._push(pieces, self._numbers_home)
 
     def _collect(self, like: Tensor) -> tuple[Tensor, ...]:
         """All heads of own rows. Call it when the tensors sent back have been freed, to reuse their
@@ -132,7 +136,7 @@ class _Way:
         ]
         targets = [x.as_strided(*how) for x, how in zip(results, self._views, strict=True)]
         copy_rows(targets, self._came, None, self._dims, False)
-        if self._releases:
+        if not self._here:
             self._box.release()
         return tuple(results)
 

@@ -350,6 +350,7 @@ def test_calls_by_heads_on_one_stream_and_another(rooms, monkeypatch):
     for module in (known_call, known_heads, mailbox, pushed_heads):
         monkeypatch.setattr(module, "on_default_stream", lambda device: stream.number == 0)
     monkeypatch.setattr(known_call, "current_raw_stream", lambda device: stream.number)
+    monkeypatch.setattr(known_call, "is_capturing", lambda: False)
     case = Case(32, schedule="ulysses")
 
     def body(rank):
@@ -390,9 +391,9 @@ def test_a_way_is_of_its_own_kind_while_another_thread_learns():
     assert box.forget_many.call_count == 2, "rooms do not fill with what was known"
 
 
-#: The most calls of Python and C that our own code makes in a known forward and its backward. Each
-#: takes the host time, which is most of what such a call takes.
-MOST_CALLS = {"one_call": (94, 124), "ulysses": (97, 75)}
+#: The most functions of Python and C that the package calls in a known forward and its backward.
+#: Each takes the host time, which is most of what such a call takes.
+MOST_CALLS = {"one_call": (109, 139), "ulysses": (118, 93)}
 
 
 @pytest.mark.parametrize("schedule", MOST_CALLS)
@@ -420,14 +421,19 @@ def test_a_known_call_makes_few_calls(rooms, schedule):
 
 @contextlib.contextmanager
 def our_calls():
-    """The names of the functions of the package that run in this thread, and of those of C that
-    they call."""
+    """The names of the functions that the package calls in this thread, and of its own that torch
+    calls."""
     found: list[str] = []
-    ours = os.path.dirname(cp_dispatch.__file__)
+    start = os.path.dirname(cp_dispatch.__file__)
+
+    def is_ours(frame) -> bool:
+        return frame is not None and frame.f_code.co_filename.startswith(start)
 
     def note(frame, event, argument):
-        if frame.f_code.co_filename.startswith(ours) and event in ("call", "c_call"):
-            found.append(frame.f_code.co_name if event == "call" else argument.__name__)
+        if event == "call" and (is_ours(frame) or is_ours(frame.f_back)):
+            found.append(frame.f_code.co_name)
+        elif event == "c_call" and is_ours(frame):
+            found.append(argument.__name__)
 
     sys.setprofile(note)
     try:
