@@ -97,7 +97,7 @@ class Mailbox(Room):
         at :meth:`open`, the copies do not wait for work queued on the current stream since then.
         """
         there, here = self._flags(peers)
-        taken = here.full if coming is None else self._here.of(coming).full
+        taken = here.full if coming is None else self._flags(coming)[1].full
         self._is_quiet = False
         self._steps.append(self._marks[PUSHED])
         push_slabs(

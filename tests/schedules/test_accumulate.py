@@ -91,6 +91,24 @@ def test_accumulator_returns_one_tile_bit_by_bit():
     assert torch.equal(got, out) and torch.equal(got_lse, lse)
 
 
+def test_rows_that_are_combined_in_place_are_cut_once(monkeypatch):
+    """A view takes the host as long as a small op."""
+    places = []
+
+    def merge(out_a, lse_a, out_b, lse_b, out, lse):
+        places.append((out is out_a and lse is lse_a, out.size(2)))
+
+    monkeypatch.setattr(accumulate, "merge_partials", merge)
+    first, *later = [window(0, 10), window(0, 4), window(4, 6)]
+    whole = token_major(*SHAPE, like=torch.empty(0)), torch.empty(SHAPE[:3])
+    result = OutputAccumulator(whole[0], SHAPE[3], [first, *later], torch.float32, torch.float32)
+    result.add(*whole, first)
+    for tile in later:
+        rows = *SHAPE[:2], tile.query_length, SHAPE[3]
+        result.add(*partial(torch.float32, rows), tile)
+    assert places == [(True, 4), (True, 6)]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_accumulator_keeps_the_wide_result_if_asked(order):
     """The requested dtype decides, not query's. Narrowing afterwards gives the narrow result."""
