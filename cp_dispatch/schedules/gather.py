@@ -33,7 +33,7 @@ from torch import Tensor
 from cp_dispatch.layouts import Geometry, Tile, laid_out
 from cp_dispatch.layouts.tiles import cut
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gather_plan import (
     parcels_of,
     plan_apart,
@@ -95,7 +95,7 @@ class _Gather:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
         own, rest, _ = plan_of(job.geometry, job.rank)
         sums = shares_of_keys(job, query, key, value) if key_grad else None
-        rows = grad_output, query, output, logsumexp
+        rows = Rows(grad_output, query, output, logsumexp)
         keys = gathered_keys(key, value, job.geometry, job.ring)
         if query.numel() == 0:
             own, rest = (), ()
@@ -104,10 +104,7 @@ class _Gather:
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
 
         def block(block_key, block_value, tiles):
-            go, q, out, lse = rows
-            return backward_block(
-                job, go, q, block_key, block_value, out, lse, tiles, query_grad, grad_mask
-            )
+            return backward_block(job, rows, block_key, block_value, tiles, query_grad, grad_mask)
 
         # Half of the work with the rank's own keys overlaps with the gather, the other half with
         # the transfer of dK and dV.

@@ -11,7 +11,7 @@ from cp_dispatch.layouts import Tile
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import accumulate
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.job import Job
 from tests.test_merge import DTYPES, INF, SHAPE, assert_as_good, formula64, partial, wide
 
@@ -273,5 +273,14 @@ def test_a_kernel_has_the_memory_of_those_before_it():
     assert len(alive) == 2 and torch.equal(out, x) and not lse.any()
     alive.clear()
     grad = QueryGradient(x, tiles)
-    backward_block(job, x, x, x, x, x, lse, tiles, grad, None)
+    backward_block(job, Rows(x, x, x, lse), x, x, tiles, grad, None)
     assert len(alive) == 2 and torch.equal(grad.finish(), x)
+
+
+def test_rows_are_cut_once_for_tiles_with_the_same_rows():
+    x, lse = torch.ones(SHAPE), torch.ones(SHAPE[:3])
+    rows = Rows(x, 2 * x, 3 * x, lse)
+    found = rows.of(window(4, 6))
+    assert rows.of(window(4, 6)._replace(key_start=3)) is found
+    assert [(y.size(2), int(y.max())) for y in found] == [(6, 1), (6, 2), (6, 3), (6, 1)]
+    assert rows.of(window(4, 6, row=1))[0].size(0) == 1 and rows.of(window(0, 10))[0] is x
