@@ -111,7 +111,7 @@ def run_op(
     layout = ("", "rows") if plan.layout is None else (plan.layout.text, plan.mask_order)
     arguments = (
         mask, seed, call.dropout_p, origin, call.is_causal, call.scale, *lengths, plan.op_schedule,
-        [mesh.size(dim) for dim in plan.mesh_dims], group_name, *layout,
+        [*plan.ring_shape], group_name, *layout,
     )  # fmt: skip
     output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
     if group_name:
