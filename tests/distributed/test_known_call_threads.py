@@ -393,7 +393,7 @@ def test_a_way_is_of_its_own_kind_while_another_thread_learns():
 
 #: The most functions of Python and C that the package calls in a known forward and its backward.
 #: Each takes the host time, which is most of what such a call takes.
-MOST_CALLS = {"one_call": (109, 139), "ulysses": (118, 93)}
+MOST_CALLS = {"one_call": (112, 139), "ulysses": (121, 93)}
 
 
 @pytest.mark.parametrize("schedule", MOST_CALLS)
@@ -406,14 +406,14 @@ def test_a_known_call_makes_few_calls(rooms, schedule):
             calls.run()
         *inputs, grad = (calls.shard(x, True) for x in case.tensors)
         inputs = [x.requires_grad_() for x in inputs]
-        with cp_dispatch.enabled(schedule=schedule):
-            with our_calls() as forward:
-                output = case.problem.attend(*inputs)
-            with our_calls() as backward:
-                torch.autograd.grad(output, inputs, grad)
+        with our_calls() as forward:
+            output = case.problem.attend(*inputs)
+        with our_calls() as backward:
+            torch.autograd.grad(output, inputs, grad)
         return len(forward), len(backward)
 
-    with only("cpu_flash"):
+    # Not on for each rank: a thread finds options faster if it was the last to enter a block.
+    with only("cpu_flash"), cp_dispatch.enabled(schedule=schedule):
         found = run_threads(2, body)
     most = tuple(map(max, *found))
     assert most[0] <= MOST_CALLS[schedule][0] and most[1] <= MOST_CALLS[schedule][1], most
