@@ -31,6 +31,7 @@ from torch._functorch.pyfunctorch import (
 )
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -81,6 +82,7 @@ __all__ = [
     "generate_redistribute_costs",
     "get_unwrapped",
     "group_name",
+    "groups_of",
     "guard_trace",
     "has_tangent",
     "in_backward",
@@ -107,6 +109,7 @@ __all__ = [
     "save_in_partitioners",
     "save_in_traced_checkpoints",
     "sdp_priority_order",
+    "sdp_switches",
     "put_known_sizes",
     "set_plain_kernel",
     "trace_gradients",
@@ -148,6 +151,16 @@ def sdp_priority_order() -> tuple[int, ...]:
     """The order in which torch tries its SDPA backends, as ``sdpa_kernel(set_priority=True)``
     leaves it."""
     return tuple(torch._C._get_sdp_priority_order())
+
+
+#: Whether SDPA may use flash, efficient, cuDNN and math kernels; as ``torch.backends.cuda``'s own,
+#: each of which is one more function of Python.
+sdp_switches: tuple[Callable[[], bool], ...] = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+)
 
 
 def composite_kernel(dispatch_key: str):
@@ -197,9 +210,8 @@ def kernel_is_registered(op: str, dispatch_key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, dispatch_key)
 
 
-def dispatch_modes_are_on() -> bool:
-    """Whether a dispatch mode is on in this thread, as in any trace."""
-    return torch._C._len_torch_dispatch_stack() > 0
+#: How many dispatch modes are on in this thread; at least one in any trace.
+dispatch_modes_are_on: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def current_raw_stream(device: torch.device) -> int:
@@ -403,6 +415,14 @@ def dress(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
+def groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...] | None:
+    """The group of each mesh dim, None for a rank outside the mesh; as ``mesh.get_group``, outside
+    traces and in less time."""
+    if mesh.get_coordinate() is None:
+        return None
+    return tuple(map(resolve_group, mesh._dim_group_names))
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """The name by which :func:`resolve_group` finds a group."""
     return group.group_name
@@ -424,10 +444,12 @@ def local_tensor_mode() -> type | None:
     return LocalTensorMode
 
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+
 def torch_context_parallel_is_on() -> bool:
     """Whether torch's experimental context-parallel dispatcher handles SDPA at present."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+    return _FLASH in DTensor._op_dispatcher._custom_op_handlers
 
 
 # -- Dynamo, fakes, traces and the graphs that come of them ----------------------------------------

@@ -10,7 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import disable_current_modes, fused_sdp_choice, sdp_priority_order
+from cp_dispatch._compat import (
+    disable_current_modes,
+    fused_sdp_choice,
+    sdp_priority_order,
+    sdp_switches,
+)
 from cp_dispatch.backends import BACKENDS
 
 # What torch's choice returns if no enabled backend supports the call.
@@ -70,15 +75,8 @@ class LocalCall:
 
 def sdp_flags() -> tuple:
     """The switches that torch's choice depends on."""
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        sdp_priority_order(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    switches = [is_on() for is_on in sdp_switches]
+    return *switches, sdp_priority_order(), torch.are_deterministic_algorithms_enabled()
 
 
 def choose_backend(local: LocalCall) -> tuple[str | None, tuple[str, ...]]:

@@ -43,7 +43,7 @@ def involves_dtensor(query, key, value, attn_mask) -> bool:
     tensors = query, key, value, attn_mask
     if functorch_is_active():
         refuse_transforms(tensors, "scaled_dot_product_attention")
-    return any(isinstance(x, DTensor) for x in tensors)
+    return isinstance(query, DTensor) or any(isinstance(x, DTensor) for x in tensors)
 
 
 def attend(
@@ -111,7 +111,7 @@ def run_op(
     layout = ("", "rows") if plan.layout is None else (plan.layout.text, plan.mask_order)
     arguments = (
         mask, seed, call.dropout_p, origin, call.is_causal, call.scale, *lengths, plan.op_schedule,
-        [mesh.size(dim) for dim in plan.mesh_dims], group_name, *layout,
+        [*plan.ring_shape], group_name, *layout,
     )  # fmt: skip
     output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
     if group_name:

@@ -123,7 +123,7 @@ def _shares(context: PlainContext, call: Call, assumed: list[str]) -> Shares:
         owns.append(rows_of_ranks(context, local, name, assumed))
         lengths.append(sum(owns[-1]))
         size = 1 if call.attn_mask is None else int(call.attn_mask.shape[dim])
-        sizes.append(owns[-1] if size == local != 1 else [size] * context.mesh.size())
+        sizes.append(owns[-1] if size == local != 1 else [size] * context.world_size)
         if size == local == 1 and call.attn_mask is not None:
             assumed.append(
                 f"assumed that size 1 of attn_mask broadcasts over every {name}: this rank holds "

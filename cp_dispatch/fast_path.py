@@ -28,6 +28,7 @@ from cp_dispatch._compat import (
     dispatch_modes_are_on,
     dress,
     dtensor_spec,
+    groups_of,
     local_tensor,
     profiler_is_on,
     run_uncompiled,
@@ -59,16 +60,10 @@ def slot(options, query, key, value, is_causal: bool, scale, enable_gqa: bool) -
     mesh = query_spec.mesh
     needs = query.requires_grad or key.requires_grad or value.requires_grad
     return (
-        options, _groups_of(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal,
+        options, groups_of(mesh), query_spec, dtensor_spec(key), dtensor_spec(value), is_causal,
         scale, enable_gqa, needs and torch.is_grad_enabled(), sdp_flags(),
         torch.cuda.current_device() if mesh.device_type == "cuda" else None,
     )  # fmt: skip
-
-
-def _groups_of(mesh) -> tuple | None:
-    if mesh.get_coordinate() is None:
-        return None
-    return tuple([mesh.get_group(dim) for dim in range(mesh.ndim)])
 
 
 def known(slot: tuple) -> Prepared | None:
@@ -111,7 +106,8 @@ class Prepared:
         self._arguments = arguments
         self._specs = dtensor_spec(output), dtensor_spec(logsumexp)
         self._gradients: dict[tuple, tuple] = {}
-        self._thread, self._groups = threading.get_ident(), _groups_of(mesh)
+        self._builds_graph = output.requires_grad
+        self._thread, self._groups = threading.get_ident(), groups_of(mesh)
         self._kernels = Repeated(BACKENDS[backend], arguments)
 
     @property
@@ -121,51 +117,54 @@ class Prepared:
         return self._thread == threading.get_ident() and not exists(self._groups[0])
 
     def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
-        if torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad
-        ):
+        if self._builds_graph:
             return _Attention.apply(self, query, key, value)
         return self.forward(query, key, value)[0]
 
     def forward(self, query, key, value) -> tuple[DTensor, DTensor]:
         own = local_tensor(query), local_tensor(key), local_tensor(value)
-        with below_autograd(), self._range(""):
+        with self._scope(""):
             results = self._kernels.forward(*own)
         return tuple(map(dress, results, self._specs))
 
     def backward(self, grad_output, saved, key_grad: bool) -> tuple[DTensor, ...]:
         known = slot = None
+        tensors = grad_output, *saved
         if (
             not torch.is_grad_enabled()
             and not dispatch_modes_are_on()
-            and _are_plain_dtensors(grad_output, *saved)
-            and grad_output.placements == self._specs[0].placements
-            and self._is_on(grad_output.device_mesh)
+            and _are_plain_dtensors(*tensors)
+            and self._are_alike(dtensor_spec(grad_output), self._specs[0])
         ):
-            slot = *map(dtensor_spec, (grad_output, *saved)), key_grad
+            slot = *map(dtensor_spec, tensors), key_grad
             known = self._gradients.get(slot)
         if known is None:
-            grads = backward_op(self.backend)(
-                grad_output, *saved, *self._arguments, key_grad, False
-            )
+            grads = backward_op(self.backend)(*tensors, *self._arguments, key_grad, False)
             if slot is not None and _are_plain_dtensors(*grads[:3]):
                 specs = tuple(map(dtensor_spec, grads[:3]))
                 keep(self._gradients, slot, specs, _MAX_GRADIENTS)
             return grads[:3]
-        own = [local_tensor(x) for x in (grad_output, *saved)]
-        with below_autograd(), self._range("_backward"):
+        own = map(local_tensor, tensors)
+        with self._scope("_backward"):
             grads = self._kernels.backward(*own, key_grad)
         return tuple(map(dress, grads, known))
 
-    def _is_on(self, mesh) -> bool:
-        return mesh is self._mesh or _groups_of(mesh) == self._groups
+    def _are_alike(self, spec, other) -> bool:
+        return spec is other or (spec.placements == other.placements and self._is_on(spec.mesh))
 
-    def _range(self, way: str):
-        """What a profile shows in place of the op."""
+    def _is_on(self, mesh) -> bool:
+        return mesh is self._mesh or groups_of(mesh) == self._groups
+
+    def _scope(self, way: str):
+        """Below autograd and, while a profiler is on, inside a range that it shows in place of the
+        op."""
         if not profiler_is_on():
-            return contextlib.nullcontext()
+            return below_autograd()
+        scope = contextlib.ExitStack()
+        scope.enter_context(below_autograd())
         name = f"cp_dispatch::ring_{self.backend}_attention{way}"
-        return torch.profiler.record_function(name)
+        scope.enter_context(torch.profiler.record_function(name))
+        return scope
 
 
 class _Attention(torch.autograd.Function):

@@ -104,7 +104,7 @@ def _sdpa_mask(theirs, plain_context):
             window = kwargs.get("local_size") is not None
             return theirs(*args, **kwargs | (_NO_SKIPS if window else {}))
         context = plain_context()
-        if context is None or context.mesh.size() == 1:
+        if context is None or context.world_size == 1:
             return theirs(*args, **kwargs)
         given = inspect.signature(theirs).bind(*args, **kwargs)
         given.apply_defaults()
@@ -116,11 +116,11 @@ def _sdpa_mask(theirs, plain_context):
 def _refusing(kind: str, why: str, theirs, plain_context):
     def mask(*args, **kwargs):
         context = None if torch.compiler.is_compiling() else plain_context()
-        if context is None or context.mesh.size() == 1:
+        if context is None or context.world_size == 1:
             return theirs(*args, **kwargs)
         raise ContextParallelError(
             f"attn_implementation={kind!r} is refused inside context_parallel over "
-            f"{context.mesh.size()} ranks: {why}"
+            f"{context.world_size} ranks: {why}"
         )
 
     return mask

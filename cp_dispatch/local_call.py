@@ -87,7 +87,7 @@ def formed(context: PlainContext, given: Call) -> Call | None:
         ContextParallelError: for errors that do not depend on what the other ranks hold.
     """
     _check_form(context, given)
-    if context.mesh.size() == 1:
+    if context.world_size == 1:
         return None
     call = four_dims(given)
     mask = call.attn_mask
@@ -168,7 +168,7 @@ def _check_form(context: PlainContext, call: Call) -> None:
 def even_shares(context: PlainContext, call: Call) -> Shares:
     """What ranks hold if all hold as much as this one."""
     local, of_mask = _own_lengths(call)
-    world_size = context.mesh.size()
+    world_size = context.world_size
     lengths = local[0] * world_size, local[1] * world_size
     return Shares(lengths, ([local[0]], [local[1]]), ([of_mask[0]], [of_mask[1]]))
 
@@ -181,7 +181,7 @@ def _own_lengths(call: Call) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
     """What ranks hold, by a collective."""
-    mesh, world_size = context.mesh, context.mesh.size()
+    mesh, world_size = context.mesh, context.world_size
     local, of_mask = _own_lengths(call)
     if is_tracing():
         refuse(
@@ -228,7 +228,7 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
     if layouts[0] == layouts[1] and fits:
         return layouts[0]
     if order_matters:
-        ranks, both = context.mesh.size(), zip(layouts, lengths, strict=True)
+        ranks, both = context.world_size, zip(layouts, lengths, strict=True)
         given_whole = any(x is not None and x.seq_len * ranks == n for x, n in both)
         refuse(
             context, call,

@@ -30,6 +30,7 @@ class PlainContext:
         window: the sliding window or chunk of a module in the style, None for none.
         whole_lengths: lengths of whole sequences, as far as this rank knows them; only for
             explain().
+        world_size: the number of ranks. Every call needs it, and the mesh multiplies it out.
     """
 
     mesh: DeviceMesh
@@ -40,9 +41,13 @@ class PlainContext:
     lengths: frozenset[int] | None = None
     window: int | None = None
     whole_lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    world_size: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "world_size", self.mesh.size())
 
     def layout(self, length: int) -> Balancer | None:
-        return layout_for(self.balancer, length, self.mesh.size())
+        return layout_for(self.balancer, length, self.world_size)
 
 
 def layout_for(balancer: Balancer | str | None, length: int, world_size: int) -> Balancer | None:

@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cp_dispatch import _compat
+from tests.distributed.threads import run_threads
 from tests.ranks import one_rank
 
 TESTED_WITH = {
@@ -150,6 +152,19 @@ def test_group_name(mesh):
     group = mesh.get_group(0)
     assert _compat.group_name(group) == group.group_name
     assert _compat.resolve_group(_compat.group_name(group)) is group
+
+
+def test_groups_of():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        for part in (mesh, mesh["cp"]):
+            want = tuple(part.get_group(dim) for dim in range(part.ndim))
+            assert _compat.groups_of(part) == want
+        inside = rank < 2
+        part = DeviceMesh("cpu", [0, 1])
+        assert _compat.groups_of(part) == ((part.get_group(),) if inside else None)
+
+    run_threads(4, body)
 
 
 def test_current_raw_stream():
@@ -299,6 +314,15 @@ def test_sdp_priority_order():
     with sdpa_kernel(wanted, set_priority=True):
         assert _compat.sdp_priority_order()[:2] == tuple(map(int, wanted))
     assert _compat.sdp_priority_order() == before
+
+
+def test_sdp_switches():
+    backends = "FLASH", "EFFICIENT", "CUDNN"
+    for index, name in enumerate(backends):
+        with sdpa_kernel(getattr(SDPBackend, f"{name}_ATTENTION")):
+            assert [x() for x in _compat.sdp_switches] == [i == index for i in range(4)]
+    with sdpa_kernel(SDPBackend.MATH):
+        assert [x() for x in _compat.sdp_switches] == [False] * 3 + [True]
 
 
 def test_in_backward():

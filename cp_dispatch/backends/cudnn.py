@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend
 from cp_dispatch._compat import cudnn_logsumexp_ndim
 from cp_dispatch.backends import packed_heads
 from cp_dispatch.backends.base import CUDA_GRID, Backend, aligned
+from cp_dispatch.backends.no_coins import no_coins
 
 aten = torch.ops.aten
 
@@ -30,8 +31,8 @@ class Cudnn(Backend):
         return (output[:, :, :1], logsumexp[:, :, :1]) if single else (output, logsumexp)
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
-        saved = packed_heads.saved_bytes(query, key, value)
-        if bias is None and not causal and saved >= packed_heads.LEAST_SAVED:
+        may_pack = bias is None and not causal
+        if may_pack and packed_heads.saved_bytes(query, key, value) >= packed_heads.LEAST_SAVED:
             rows = grad_output, query, output, logsumexp
             go, q, out, lse = packed_heads.packed(rows, key.size(1))
             dq, dk, dv = self._backward(go, q, key, value, out, lse, None, False, scale)
@@ -45,8 +46,7 @@ class Cudnn(Backend):
         logsumexp = logsumexp.contiguous()
         if cudnn_logsumexp_ndim() == 4:
             logsumexp = logsumexp.unsqueeze(-1)
-        # Dropout is off, so the kernel reads no random state.
-        unused = query.new_empty((), dtype=torch.int64)
+        _, unused = no_coins(query.device, torch.int64)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
             grad_output, query, key, value, output, logsumexp, unused, unused,
             _whole(bias, key), None, None, query.size(2), key.size(2), 0.0, causal,

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.base import CUDA_GRID, Backend, aligned
+from cp_dispatch.backends.no_coins import no_coins
 
 aten = torch.ops.aten
 
@@ -37,8 +38,7 @@ class Efficient(Backend):
         missing = -logsumexp.size(2) % _LOGSUMEXP_MULTIPLE
         if missing:
             logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
-        # Dropout is off, so the kernel reads no random state.
-        unused = query.new_empty((), dtype=torch.int64)
+        _, unused = no_coins(query.device, torch.int64)
         bias = _aligned(bias, query, key)
         output = _heads_side_by_side(output)
         grads = aten._scaled_dot_product_efficient_attention_backward.default(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.base import CUDA_GRID, Backend
-from cp_dispatch.graph_memory import apart
+from cp_dispatch.backends.no_coins import no_coins
 from cp_dispatch.merge import is_token_major
 
 aten = torch.ops.aten
@@ -34,8 +34,8 @@ class Flash(Backend):
         # The kernel takes the logsumexp for contiguous.
         return aten._scaled_dot_product_flash_attention_backward.default(
             grad_output, query, key, value, output, logsumexp.contiguous(),
-            None, None, query.size(2), key.size(2), 0.0, causal, *_no_coins(query.device),
-            scale=scale,
+            None, None, query.size(2), key.size(2), 0.0, causal,
+            *no_coins(query.device, torch.uint64), scale=scale,
         )  # fmt: skip
 
     # With as many queries as keys or not, a causal mask of this kernel ends at the bottom right.
@@ -77,30 +77,12 @@ class Flash(Backend):
         *packed, lse = *map(_packed, tensors[:5]), logsumexp.transpose(0, 1).reshape(heads, -1)
         lengths = lengths or _lengths(batch, prefixes, query.device)
         grads = aten._flash_attention_backward.default(
-            *packed, lse, *lengths, 0.0, True, *_no_coins(query.device), scale=scale,
+            *packed, lse, *lengths, 0.0, True, *no_coins(query.device, torch.uint64), scale=scale,
         )  # fmt: skip
         return tuple(
             grad.view(batch, like.size(2), *grad.shape[1:]).transpose(1, 2)
             for grad, like in zip(grads, (query, key, value), strict=True)
         )
-
-
-_coins: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-
-def _no_coins(device: torch.device) -> tuple[Tensor, Tensor]:
-    """A placeholder for the random state of a call without dropout, which is not read."""
-    found = _coins.get(device)
-    if found is None:
-        if torch.cuda.is_current_stream_capturing():
-            return _state(device)
-        found = _coins[device] = apart(device, _state, device)
-    return found
-
-
-def _state(device: torch.device) -> tuple[Tensor, Tensor]:
-    state = torch.empty(2, dtype=torch.uint64, device=device)
-    return state, state[0]
 
 
 def _packed(tensor: Tensor) -> Tensor:

@@ -61,18 +61,21 @@ def parts_of(backend: Backend, query: Tensor, key: Tensor) -> list[Part] | None:
 def few_heads(backend: Backend, query: Tensor, key: Tensor, value: Tensor) -> list[Part] | None:
     """How to split a backward of grouped heads whose kernel would take too much memory."""
     groups, heads = query.size(1) // max(1, key.size(1)), key.size(1)
-    if backend.largest_workspace is None or groups < 2:
+    largest = backend.largest_workspace
+    if largest is None or groups < 2:
         return None
     size = groups * (key.numel() + value.numel()) * key.element_size() + 4 * query.numel()
+    if size <= largest // 2:  # as of most calls
+        return None
 
     def step(most: int) -> int:
         fitting = (n for n in range(heads, 1, -1) if heads % n == 0 and size * n <= heads * most)
         return next(fitting, 1)
 
     pairs = query.size(0) * query.size(1) * query.size(2) * key.size(2)
-    found = step(backend.largest_workspace // 2)
+    found = step(largest // 2)
     if pairs * found < heads * LONG_PART:
-        found = step(backend.largest_workspace)
+        found = step(largest)
     if found == heads:
         return None
     return [Part(1, i, found, groups) for i in range(0, heads, found)]

@@ -47,7 +47,7 @@ def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) 
     call = FlexCall(query, key, value, mask)
     if not any(isinstance(x, DTensor) for x in call.tensors.values()):
         context = plain_context()
-        if context is not None and context.mesh.size() > 1:
+        if context is not None and context.world_size > 1:
             return _explain_shards(context, call)
         return FlexPlan("stock", reasons=("no argument is a DTensor",), call=call.describe())
     options = current_options()

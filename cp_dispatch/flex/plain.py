@@ -50,7 +50,7 @@ def before(kernel, op, plain_context, enabled):
         if traced:
             note_trace("the block of context_parallel", plain_context)
         context = plain_context()
-        if context is None or context.mesh.size() == 1:
+        if context is None or context.world_size == 1:
             return kernel(*tensors, *arguments)
         if any(map(is_fake, tensors)):
             if traced:  # torch computes its cache keys next, and they must differ between ranks

@@ -57,7 +57,7 @@ def _flex_shard(query, style):
             'the graph, such as "inductor" or "aot_eager", in this process'
         )
     context, dim = _entered[style]
-    length = int(query.shape[dim]) * context.mesh.size()  # a graph is for one length
+    length = int(query.shape[dim]) * context.world_size  # a graph is for one length
     traced_calls.know(style, Options(context.schedule, context.layout(length), True))
     return torch.ops.aten.alias(query)
 
@@ -78,7 +78,7 @@ def _enter(style: str) -> tuple[int, str]:
     if not context.order_is_known:
         return number, NO_ORDER
     whole = context.balancer.seq_len if isinstance(context.balancer, Balancer) else 0
-    if context.uneven or whole % context.mesh.size():
+    if context.uneven or whole % context.world_size:
         return number, _UNEVEN
     flex_rules_for_trace()
     traced_calls.enter(number)

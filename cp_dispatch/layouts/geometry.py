@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cp_dispatch.bounded import ByWeight
 from cp_dispatch.layouts.spans import Span, chunk_spans
@@ -20,7 +20,7 @@ class _Geometry:
     @functools.cached_property
     def _hash(self) -> int:
         # Once: a geometry is looked up at every hop and may hold thousands of spans.
-        return hash(tuple(vars(self).values()))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def last_hop(self, owner: int) -> int:
         """The last hop (0 = at home) at which some rank still needs ``owner``'s keys."""
@@ -54,14 +54,28 @@ class Geometry(_Geometry):
         return len(self.query_spans)
 
     def query_length(self, rank: int) -> int:
-        return sum(span.length for span in self.query_spans[rank])
+        return self._query_lengths[rank]
 
     def key_length(self, rank: int) -> int:
-        return sum(span.length for span in self.key_spans[rank])
+        return self._key_lengths[rank]
+
+    # Once, too: every call checks its shards.
+
+    @functools.cached_property
+    def _query_lengths(self) -> tuple[int, ...]:
+        return _lengths(self.query_spans)
+
+    @functools.cached_property
+    def _key_lengths(self) -> tuple[int, ...]:
+        return _lengths(self.key_spans)
 
     def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
         """What ``rank`` computes with the keys that ``owner`` owns. See Note [Tiles]."""
         return _tiles(self, rank, owner)
+
+
+def _lengths(spans: tuple[tuple[Span, ...], ...]) -> tuple[int, ...]:
+    return tuple(sum(span.length for span in own) for own in spans)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ segments with the same history are combined together, so a window takes one laun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,22 +52,29 @@ class _Segment:
     source: _Source | None = None
 
 
+@functools.lru_cache(maxsize=1024)
+def _segments(windows: tuple[tuple[int, int], ...], length: int) -> list[tuple[int, int, int]]:
+    """Start, stop and number of partial results of each segment; a window is ``(start, stop)``."""
+    edges = sorted({0, length, *(edge for window in windows for edge in window)})
+    return [
+        (a, b, sum(start <= a and b <= stop for start, stop in windows))
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+
+
 class _Accumulator:
     """Subclasses define how two partial results are combined and which tensors a result has."""
 
     def __init__(self, batch: int, length: int, tiles: Sequence[Tile], dtype: torch.dtype):
         self._dtype = dtype
-        self._rows: dict[int | None, list[_Segment]] = {}
         windows: dict[int | None, list[tuple[int, int]]] = {}
         for tile in tiles:
             window = tile.query_start, tile.query_start + tile.query_length
             windows.setdefault(tile.row, []).append(window)
-        for row, own in windows.items():
-            edges = sorted({0, length, *(edge for window in own for edge in window)})
-            self._rows[row] = [
-                _Segment(row, a, b, sum(start <= a and b <= stop for start, stop in own))
-                for a, b in zip(edges, edges[1:], strict=False)
-            ]
+        self._rows = {
+            row: [_Segment(row, *segment) for segment in _segments(tuple(own), length)]
+            for row, own in windows.items()
+        }
         self._covered = None in self._rows or len(self._rows) == batch
         # With two partial results there is only one combination, which is also the last.
         wide = [x for own in self._rows.values() for x in own if x.left > 2]
@@ -92,7 +100,9 @@ class _Accumulator:
                 target = given
             else:
                 target = self._target(held, final=left == 0)
-                self._combine(held.view(*where), given.view(*where), target.view(*where))
+                before = held.view(*where)
+                after = before if target is held else target.view(*where)
+                self._combine(before, given.view(*where), after)
             for segment in group:
                 segment.source, segment.left = target, left
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 
@@ -37,9 +37,8 @@ def backward(
     tiles = job.tiles(0, query)
     query_grad = QueryGradient(query, tiles)
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
-    shares = backward_block(
-        job, grad_output, query, key, value, output, logsumexp, tiles, query_grad, grad_mask
-    )
+    rows = Rows(grad_output, query, output, logsumexp)
+    shares = backward_block(job, rows, key, value, tiles, query_grad, grad_mask)
     dq = query_grad.finish()
     if not key_grad:
         return dq, None, None, grad_mask

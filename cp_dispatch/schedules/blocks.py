@@ -35,14 +35,29 @@ def forward_block(
         del out, lse  # so that the next kernel can reuse their memory
 
 
+class Rows:
+    """A backward's tensors with one row for each query, cut to the rows of tiles. Several tiles may
+    have the same rows, and a view takes the host as long as a small op, so each cut is made
+    once."""
+
+    def __init__(self, grad_output: Tensor, query: Tensor, output: Tensor, logsumexp: Tensor):
+        self.tensors = grad_output, query, output, logsumexp
+        self._cuts: dict[tuple[int | None, int, int], list[Tensor]] = {}
+
+    def of(self, tile: Tile) -> list[Tensor]:
+        """The tensors of the constructor, in its order, with the tile's rows."""
+        window = tile.row, tile.query_start, tile.query_length
+        found = self._cuts.get(window)
+        if found is None:
+            found = self._cuts[window] = [_rows(x, tile) for x in self.tensors]
+        return found
+
+
 def backward_block(
     job: Job,
-    grad_output: Tensor,
-    query: Tensor,
+    rows: Rows,
     key: Tensor,
     value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
     tiles: tuple[Tile, ...],
     query_grad: QueryGradient,
     mask_grad: Tensor | None,
@@ -50,18 +65,18 @@ def backward_block(
     """Add to dQ and the bias's gradient; return this block's shares of dK and dV."""
     shares = []
     for tile in tiles:
-        tile_query = _rows(query, tile)
+        grad_output, query, output, logsumexp = rows.of(tile)
         dq, dk, dv, dbias = job.backend.backward(
-            _rows(grad_output, tile),
-            tile_query,
+            grad_output,
+            query,
             _keys(key, tile),
             _keys(value, tile),
-            _rows(output, tile),
-            _rows(logsumexp, tile),
+            output,
+            logsumexp,
             _mask_tile(job, job.mask, tile),
             tile.causal,
             job.scale,
-            _dropout_factors(job, tile_query, tile),
+            _dropout_factors(job, query, tile),
             mask_grad is not None,
         )
         query_grad.add(dq, tile)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Tile, laid_out
 from cp_dispatch.schedules.accumulate import OutputAccumulator
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gather_plan import APART, TOGETHER, Order, Parcels, plan_of
 from cp_dispatch.schedules.gathered import ROOM, gathered_keys, is_pushed, room_bytes
 from cp_dispatch.schedules.gradients import mask_gradient
@@ -87,7 +87,7 @@ class _Gather:
         sums = None
         if key_grad:
             sums = shares_of_keys(job, query, key, value, order.parcels, owners)
-        rows = grad_output, query, output, logsumexp
+        rows = Rows(grad_output, query, output, logsumexp)
         keys = gathered_keys(key, value, job.geometry, job.ring, order.slots, owners)
         if query.numel() == 0:
             own, rest = (), ()
@@ -100,8 +100,7 @@ class _Gather:
             for work in home[:1]:
                 grads.compute(work, rows, key, value, grad_mask)
         with part("gather_backward[gathered]"):
-            go, q, out, lse = rows
-            shares = backward_block(job, go, q, *keys.wait(), out, lse, rest, grads, grad_mask)
+            shares = backward_block(job, rows, *keys.wait(), rest, grads, grad_mask)
             keys.release()
         del keys
         if sums is not None:

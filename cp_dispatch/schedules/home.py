@@ -16,7 +16,7 @@ from torch import Tensor
 from cp_dispatch.layouts import Span, Tile
 from cp_dispatch.merge import token_major
 from cp_dispatch.parts import add_up
-from cp_dispatch.schedules.blocks import backward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block
 from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job
 
@@ -86,15 +86,15 @@ class Gradients:
         #: Shares of dK and dV of own keys, by key heads.
         self.of_keys: dict[Span, list[KeyShare]] = {part.keys: [] for part in parts}
 
-    def compute(self, part: Part, rows, key: Tensor, value: Tensor, grad_mask) -> None:
-        """Compute a part; ``rows`` are grad_output, query, output and logsumexp."""
-        go, q, out, lse = (narrowed(x, part.rows) for x in rows)
-        k, v = (narrowed(x, part.keys) for x in (key, value))
+    def compute(self, part: Part, rows: Rows, key: Tensor, value: Tensor, grad_mask) -> None:
+        """Compute a part."""
+        of_rows = Rows(*(narrowed(x, part.rows) for x in rows.tensors))
+        of_keys = (narrowed(x, part.keys) for x in (key, value))
         if grad_mask is not None:
             grad_mask = mask_of(grad_mask, part.rows)
         self._into = self._own[part.rows]
         self.of_keys[part.keys] += backward_block(
-            part.job, go, q, k, v, out, lse, part.tiles, self, grad_mask
+            part.job, of_rows, *of_keys, part.tiles, self, grad_mask
         )
         self._into = self._all
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from cp_dispatch._compat import current_raw_stream
+from cp_dispatch._compat import current_raw_stream, is_capturing
 from cp_dispatch.merge import plain_batch, to_token_major, token_major
 from cp_dispatch.parts import way_to_add
 from cp_dispatch.schedules.copy_ops import can_be_copied, rows_for
@@ -55,11 +54,12 @@ class Known:
         return None if way is None else way(*tensors)
 
     def _may_learn(self, index: int, tensors: Sequence[Tensor]) -> bool:
-        if _is_captured(tensors[0]):
+        asked = _kind(tensors)
+        if _is_captured(asked):
             return False
         # Do not try again for a kind that could not be learned.
         kind, reference = self._found[index]
-        return reference is not None or kind != _kind(tensors)
+        return reference is not None or kind != asked
 
     def _are_plain(self, tensors: Sequence[Tensor]) -> bool:
         """Whether kernels take the tensors as they are."""
@@ -78,9 +78,10 @@ class Known:
     def _way(self, index: int, tensors: Sequence[Tensor]):
         kind, reference = self._found[index]
         way = None if reference is None else reference()
-        if way is None or not way.is_current or kind != _kind(tensors) or _is_captured(tensors[0]):
+        if way is None or not way.is_current:
             return None
-        return way
+        asked = _kind(tensors)
+        return way if kind == asked and not _is_captured(asked) else None
 
 
 class KnownCalls(Known):
@@ -118,11 +119,9 @@ class KnownCalls(Known):
         return found if isinstance(found, PushedPrefixes) else None
 
 
-def _is_captured(tensor: Tensor) -> bool:
-    device = tensor.device
-    if device.type != "cuda" or on_default_stream(device):
-        return False
-    return torch.cuda.is_current_stream_capturing()
+def _is_captured(kind: list) -> bool:
+    # The default stream, number 0, cannot be captured.
+    return kind[0] != 0 and is_capturing()
 
 
 def _kind(tensors: Sequence[Tensor]) -> list:
@@ -192,7 +191,9 @@ class _Forward:
                 query, *self._own, self._prefixes, self._scale, self._lengths
             )
         self._release(self._box)
-        return to_token_major(out, self._dtype), lse.to(self._lse_dtype).contiguous()
+        if lse.dtype is not self._lse_dtype:  # to the same dtype takes as long as a view
+            lse = lse.to(self._lse_dtype)
+        return to_token_major(out, self._dtype), lse.contiguous()
 
     def _bring(self, key: Tensor, value: Tensor) -> None:
         """Bring the keys here. Opens the rooms for them and for the data that is sent next."""

@@ -7,11 +7,13 @@ heads of this rank's rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from cp_dispatch.merge import to_token_major, token_major
+from cp_dispatch.merge import token_major
 from cp_dispatch.rows import copy_rows
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
@@ -60,7 +62,7 @@ class KnownHeads(Known):
             there = [(x.dtype, 1 if x.dim() == 3 else x.size(3), k) for x, k in outgoing]
             found = self._team_of(self._job, *inputs, index == 1).only_messages(there, home)
             if found is not None:
-                way, box = kind(self._job, *found, [x for x, _ in outgoing]), found[1]
+                way, box = kind(self._job, *found, [x for x, _ in outgoing], inputs), found[1]
         self._keep(index, tensors, way, box)
 
 
@@ -70,9 +72,12 @@ class _Way:
     Args:
         is_causal, box, out, home, parts: what :meth:`Team.only_messages` returns.
         outgoing: tensors ``(B, H, S, dim)`` of the kind that is sent out.
+        inputs: query, key and value of this kind.
     """
 
-    def __init__(self, job: Job, is_causal: bool, box: Mailbox, out, home, parts, outgoing):
+    def __init__(
+        self, job: Job, is_causal: bool, box: Mailbox, out, home, parts, outgoing, inputs
+    ):  # fmt: skip
         self._backend, self._scale, self._is_causal = job.backend, job.scale, is_causal
         self._box, self._home, self._parts = box, home, parts
         here = on_default_stream(outgoing[0].device)
@@ -81,7 +86,22 @@ class _Way:
         self._go_as_they_are = not any(packed) and all(map(goes_as_it_is, outgoing))
         whole = (False,) * len(home.parts)
         self._numbers_home, self._came = home.numbers(box, whole), home.own(box)
-        self._results, self._releases = None, not here
+        self._return_as_they_are: bool | None = None
+        self._push = functools.partial(box.push_heads, then_wait=True)
+        if here:
+            self._push = box.push_heads_here
+        self._here = here
+        # Only shapes and strides of results are kept, so they need no memory.
+        results = self._results_of(*(torch.empty_like(x, device="meta") for x in inputs))
+        self._results = [(x.shape, x.stride(), x.dtype) for x in results]
+        whole = (x.unsqueeze(-1) if x.dim() == 3 else x for x in results)
+        views = [x.unflatten(1, (len(y), -1)).transpose(0, 1)
+                 for x, y in zip(whole, self._came, strict=True)]  # fmt: skip
+        self._views, self._dims = [(x.shape, x.stride()) for x in views], [2] * len(views)
+
+    def _results_of(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Tensors like the results of a call."""
+        raise NotImplementedError
 
     @property
     def is_current(self) -> bool:
@@ -92,52 +112,64 @@ class _Way:
         """Send, and let the current stream wait for this rank's heads."""
         if not self._go_as_they_are:
             tensors, _ = packed_heads(self._parts, tensors, True)
-        self._box.push_heads(tensors, self._numbers, True)
+        self._push(tensors, self._numbers)
 
     def _send_home(self, *pieces: Tensor) -> None:
         """Send back own heads of all rows, ``(B, heads, S, dim)`` or ``(B, heads, S)``. The push
         waits until the data that came out has been read."""
-        self._box.push_heads([as_heads(x) for x in pieces], self._numbers_home, True)
+        parts = self._home.parts
+        if self._return_as_they_are is None:  # a kernel returns the same strides at every call
+            self._return_as_they_are = all(
+                x.dtype is part.dtype and goes_as_it_is(x)
+                for x, part in zip(pieces, parts, strict=True)
+            )
+        if not self._return_as_they_are:
+            pieces = [as_heads(x.to(part.dtype)) for x, part in zip(pieces, parts, strict=True)]
+        self._push(pieces, self._numbers_home)
 
-    def _collect(self, *results: Tensor) -> None:
-        """Write all heads of own rows into ``results``, which are allocated after the tensors sent
-        back were freed and so reuse their memory."""
-        if self._results is None:
-            whole = [x.unsqueeze(-1) if x.dim() == 3 else x for x in results]
-            views = [x.unflatten(1, (len(y), -1)).transpose(0, 1)
-                     for x, y in zip(whole, self._came, strict=True)]  # fmt: skip
-            self._results = [(x.shape, x.stride()) for x in views]
-        targets = [x.as_strided(*how) for x, how in zip(results, self._results, strict=True)]
-        copy_rows(targets, self._came, None, [2] * len(targets), False)
-        if self._releases:
+    def _collect(self, like: Tensor) -> tuple[Tensor, ...]:
+        """All heads of own rows. Call it when the tensors sent back have been freed, to reuse their
+        memory."""
+        results = [
+            like.new_empty_strided(shape, stride, dtype=dtype)
+            for shape, stride, dtype in self._results
+        ]
+        targets = [x.as_strided(*how) for x, how in zip(results, self._views, strict=True)]
+        copy_rows(targets, self._came, None, self._dims, False)
+        if not self._here:
             self._box.release()
+        return tuple(results)
 
 
 class _Forward(_Way):
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _results_of(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        shape, (dtype, lse_dtype) = query.shape[:3], (part.dtype for part in self._home.parts)
+        output = token_major(*shape, value.size(3), like=query, dtype=dtype)
+        return output, query.new_empty(shape, dtype=lse_dtype)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         self._send(query, key, value)
         out, lse = self._backend.forward(*self._own, None, self._is_causal, self._scale)
-        dtype, lse_dtype = (part.dtype for part in self._home.parts)
-        self._send_home(to_token_major(out, dtype), lse.to(lse_dtype))
+        self._send_home(out, lse)
         del out, lse
-        output = token_major(*query.shape[:3], value.size(3), like=query, dtype=dtype)
-        logsumexp = query.new_empty(query.shape[:3], dtype=lse_dtype)
-        self._collect(output, logsumexp)
-        return output, logsumexp
+        return self._collect(query)
 
 
 class _Backward(_Way):
+    def __init__(self, *how):
+        super().__init__(*how)
+        query, grad_output, output, logsumexp, key, value = self._own
+        self._own = grad_output, query, key, value, output, logsumexp.squeeze(-1)
+
+    def _results_of(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        return [token_major(*x.shape, like=x) for x in (query, key, value)]
+
     def __call__(
         self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         logsumexp: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         self._send(query, grad_output, output, logsumexp, key, value)
-        q, go, out, lse, k, v = self._own
-        dq, dk, dv, _ = self._backend.backward(
-            go, q, k, v, out, lse.squeeze(-1), None, self._is_causal, self._scale
-        )
-        self._send_home(to_token_major(dq, query.dtype), dk.to(key.dtype), dv.to(value.dtype))
+        dq, dk, dv, _ = self._backend.backward(*self._own, None, self._is_causal, self._scale)
+        self._send_home(dq, dk, dv)
         del dq, dk, dv
-        results = tuple(token_major(*x.shape, like=x) for x in (query, key, value))
-        self._collect(*results)
-        return results
+        return self._collect(query)

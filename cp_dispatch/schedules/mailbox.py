@@ -97,7 +97,7 @@ class Mailbox(Room):
         at :meth:`open`, the copies do not wait for work queued on the current stream since then.
         """
         there, here = self._flags(peers)
-        taken = here.full if coming is None else self._here.of(coming).full
+        taken = here.full if coming is None else self._flags(coming)[1].full
         self._is_quiet = False
         self._steps.append(self._marks[PUSHED])
         push_slabs(
@@ -199,14 +199,19 @@ class Mailbox(Room):
         """As :meth:`push_rows`, for heads in place (see :data:`push_heads`), with ``numbers`` from
         :meth:`numbers`; it opens this box alone. With ``then_wait`` the default stream itself
         pushes if it is the current one, and received data need not be released."""
-        self._steps += self._marks
         if then_wait and on_default_stream(self.device):
-            self._go_ahead()
-            push_heads(sources, self._own, numbers, CURRENT, False)
+            self.push_heads_here(sources, numbers)
             return
+        self._steps += self._marks
         self._begin()
         push_heads(sources, self._own, numbers, self._stream, then_wait)
         self._reading = None if then_wait else sources
+
+    def push_heads_here(self, sources: Sequence[Tensor], numbers: Tensor) -> None:
+        """:meth:`push_heads` on the default stream itself, which must be the current one."""
+        self._steps += self._marks
+        self._go_ahead()
+        push_heads(sources, self._own, numbers, CURRENT, False)
 
     def _go_ahead(self) -> None:
         """Called before the default stream itself pushes or pulls."""

@@ -29,7 +29,7 @@ from cp_dispatch.layouts import Geometry, Span, Tile, laid_out
 from cp_dispatch.layouts.tiles import tiles
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gather import shares_of_keys
 from cp_dispatch.schedules.gather_plan import Parcel
 from cp_dispatch.schedules.gathered import gathered_keys
@@ -169,16 +169,15 @@ class _MirroredGather:
         mine, sums = _Mine(job, query, True), None
         if key_grad:
             sums = shares_of_keys(job, query, key, value, parcels_before, mine.owners)
-        rows = grad_output, query, output, logsumexp
-        swap = mine.swap(*rows)
+        tensors = grad_output, query, output, logsumexp
+        rows, swap = Rows(*tensors), mine.swap(*tensors)
         keys = gathered_keys(key, value, job.geometry, job.ring, slots_before, mine.owners)
         shares, dtype = mine.shares, job.backend.gradient_dtype(query.dtype)
         home = divided(job, shares.home, query, key)
         grads = Gradients(query, home)
 
-        def block(rows, keys, found, into):
-            go, q, out, lse = rows
-            return backward_block(job, go, q, *keys, out, lse, found, into, None)
+        def block(rows, keys, tiles, into):
+            return backward_block(job, rows, *keys, tiles, into, None)
 
         with keys.coming(), part("gather_backward[home]"):
             for work in home[:1]:
@@ -188,7 +187,7 @@ class _MirroredGather:
             if shares.mirrors:
                 theirs = swap.wait()
                 of_mirror = QueryGradient(theirs[1], shares.mirrors, dtype)
-                of_others += block(theirs, gathered, shares.mirrors, of_mirror)
+                of_others += block(Rows(*theirs), gathered, shares.mirrors, of_mirror)
                 partial = (of_mirror.finish(),)
                 del theirs, of_mirror
             else:

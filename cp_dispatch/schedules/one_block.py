@@ -19,7 +19,7 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span, Tile, chunk_spans, of_spans
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
@@ -84,9 +84,8 @@ class _OneBlock:
         wide = wide_dtype(query.dtype) if summing_queries else None
         query_grad = QueryGradient(query, tiles, wide)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
-        shares = backward_block(
-            job, grad_output, query, key, value, output, logsumexp, tiles, query_grad, grad_mask
-        )
+        rows = Rows(grad_output, query, output, logsumexp)
+        shares = backward_block(job, rows, key, value, tiles, query_grad, grad_mask)
         dq = query_grad.finish()
         if summing_queries:
             dq = _summed(dq, query.dtype, job.ring)

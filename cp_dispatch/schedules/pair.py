@@ -15,6 +15,8 @@ class Pair:
         self.dtype = dtype or key.dtype
         self._dims = key.size(-1), value.size(-1)
         self._batch, self._heads = key.size(0), key.size(1)
+        #: Equal for pairs whose buffers have the same layout.
+        self.layout = self._batch, self._heads, self._dims, self.dtype
 
     def numel(self, length: int) -> int:
         return self._batch * length * self._heads * sum(self._dims)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -55,16 +56,21 @@ class _Hops:
     def sees(self, rank: int, owner: int) -> bool:
         return bool(self.geometry.tiles(rank, owner))
 
-    def room(self, rank: int, hop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views ``(B, H, length, D)`` of the data that arrives on a rank at a hop."""
-        size = self._pair.numel(self._longest)
-        offset = hop % places(self.world_size) * size * self._pair.dtype.itemsize
-        return self._pair.views(self.box.at(rank, offset, size, self._pair.dtype), length)
-
-
-def _rows(views: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Views of a room in the form for copies."""
-    return [x.transpose(1, 2) for x in views]
+    def room(self, rank: int, hop: int, length: int, as_rows: bool = False) -> Sequence[Tensor]:
+        """Views ``(B, H, length, D)`` of the data that arrives on a rank at a hop; ``as_rows``: in
+        the form for copies."""
+        pair, box = self._pair, self.box
+        size = pair.numel(self._longest)
+        offset = hop % places(self.world_size) * size * pair.dtype.itemsize
+        place = rank, offset, size, length, as_rows, pair.layout
+        found = box.views.get(place)
+        if found is None:
+            found = pair.views(box.at(rank, offset, size, pair.dtype), length)
+            if as_rows:
+                found = [x.transpose(1, 2) for x in found]
+            box.forget_many()
+            box.views[place] = found
+        return found
 
 
 class PushedShards(_Hops):
@@ -89,7 +95,7 @@ class PushedShards(_Hops):
         yield
         if going or coming:
             own = self.geometry.key_length(self.rank)
-            targets = _rows(self.room(reader, self.hop, own)) if going else []
+            targets = self.room(reader, self.hop, own, as_rows=True) if going else []
             sources = self._own if going else []
             self.box.push(targets, sources, going, coming, ready_at_open=True)
             self.box.wait()
@@ -156,7 +162,8 @@ class ReturnedShares(_Hops):
             targets, sources = [], []
             if going:
                 (_, length), sent = self._in_one(shares, owner)
-                targets, sources = _rows(self.room(owner, hop, length)), rows_for(sent)
+                targets = self.room(owner, hop, length, as_rows=True)
+                sources = rows_for(sent)
             self.box.push(targets, sources, going, coming)
             self._must_wait = True
         if coming:

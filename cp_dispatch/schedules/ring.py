@@ -27,7 +27,7 @@ from torch import Tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Tile, laid_out
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gradients import TravellingGradient, mask_gradient
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.pair import Pair
@@ -79,6 +79,7 @@ def backward(
     ``key_grad=False`` computes dQ alone, and no dK/dV travel. Shapes as in :func:`forward`.
     """
     hops = _hops(job, query)
+    rows = Rows(grad_output, query, output, logsumexp)
     query_grad = QueryGradient(query, sum(hops, ()))
     grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
     keys = _keys(key, value, job)
@@ -86,10 +87,7 @@ def backward(
     travelling = _key_gradient(key, value, job, pushed) if key_grad else None
     for tiles in each_hop("ring_backward", hops):
         with keys.moving_on():
-            shares = backward_block(
-                job, grad_output, query, keys.key, keys.value, output, logsumexp, tiles,
-                query_grad, grad_mask,
-            )  # fmt: skip
+            shares = backward_block(job, rows, keys.key, keys.value, tiles, query_grad, grad_mask)
             if travelling is not None:
                 travelling.add(shares)
         if travelling is not None:

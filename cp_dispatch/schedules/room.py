@@ -53,6 +53,7 @@ class Room:
         self._here = Flags(*([flag(self._rank, kind, rank) for rank in ranks] for kind in (0, 1)))
         # The flags of all peers, which most calls use.
         self._all = self._there.of(self._peers), self._here.of(self._peers)
+        self._some: dict[tuple[int, ...], tuple[Flags, Flags]] = {}
         #: Whether :mod:`~cp_dispatch.schedules.mailboxes` returns this room: no larger one has
         #: replaced it, and it was not freed.
         self.is_current = True
@@ -88,7 +89,12 @@ class Room:
 
     def _flags(self, peers: Sequence[int] | None) -> tuple[Flags, Flags]:
         """The flags of this rank at all peers, or at those given, and the peers' flags here."""
-        return self._all if peers is None else (self._there.of(peers), self._here.of(peers))
+        if peers is None:
+            return self._all
+        found = self._some.get(peers := tuple(peers))
+        if found is None:
+            found = self._some[peers] = self._there.of(peers), self._here.of(peers)
+        return found
 
 
 def memory(group: dist.ProcessGroup, size: int, device: torch.device) -> Tensor:

@@ -1,11 +1,13 @@
 """Every backend that runs on CPU: one block, and blocks that add up to the whole."""
 
+import functools
 import threading
+from unittest import mock
 
 import pytest
 import torch
 
-from cp_dispatch.backends import BACKENDS, Backend, flash, packed_heads
+from cp_dispatch.backends import BACKENDS, Backend, cudnn, efficient, no_coins, packed_heads
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.backends.efficient import _heads_side_by_side
 from cp_dispatch.backends.parts import few_heads
@@ -294,14 +296,34 @@ def test_what_is_kept_for_all_calls_is_no_call_s_own(monkeypatch):
     """It belongs neither to an inference mode nor to a CUDA graph, which owns what its thread
     allocates."""
     capturing, threads = True, []
-    monkeypatch.setattr(flash, "_coins", {})
+    monkeypatch.setattr(no_coins, "_coins", {})
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: threads.append(threading.get_ident()))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    device = torch.device("cpu")
+    coins = functools.partial(no_coins.no_coins, torch.device("cpu"))
     with torch.inference_mode():
-        assert flash._no_coins(device) is not flash._no_coins(device) and not threads
+        assert coins(torch.uint64) is not coins(torch.uint64) and not threads
         capturing = False
-        state, offset = flash._no_coins(device)
+        state, offset = coins(torch.uint64)
         capturing = True
-        assert flash._no_coins(device)[0] is state and offset.ndim == 0
+        assert coins(torch.uint64)[0] is state and offset.ndim == 0
+        assert coins(torch.int64)[0].dtype is torch.int64
     assert not state.is_inference() and threads != [threading.get_ident()]
+
+
+@pytest.mark.parametrize("module, first", [(cudnn, 6), (efficient, 7)])
+def test_a_backward_allocates_no_random_state(monkeypatch, module, first):
+    """That took the host as long as a view."""
+    given, aten = [], mock.MagicMock()
+    monkeypatch.setattr(no_coins, "_coins", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(no_coins, "apart", lambda device, function, *args: function(*args))
+    monkeypatch.setattr(module, "aten", aten)
+    backend = BACKENDS[module.__name__.rpartition(".")[2]]
+    op = getattr(aten, f"_scaled_dot_product_{backend.name}_attention_backward")
+    op.default = lambda *args, **_: given.append(args[first : first + 2]) or args[:3]
+    tensor, lse = torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4)
+    for _ in range(2):
+        backend.backward(*[tensor] * 5, lse, None, True, 1.0)
+    (seed, offset), again = given
+    assert seed.dtype is torch.int64 and seed.ndim == 0
+    assert all(x is seed for x in (offset, *again))

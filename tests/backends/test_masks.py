@@ -7,7 +7,7 @@ import torch
 from cp_dispatch.backends import BACKENDS, cudnn, efficient
 from cp_dispatch.layouts import natural
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.job import Job
 from tests.backends.formula import BROADCASTS, Case, attention, exact, one_device
@@ -201,9 +201,8 @@ def one_kernel_per_tile(backend, tensors, mask, scale, world_size, causal=False)
         outputs.append(out)
         own = None if total is None else (total[:, :, rows] if mask.size(2) > 1 else total)
         for owner, (part, todo) in enumerate(zip(parts, tiles, strict=True)):
-            shares = backward_block(
-                job, grad_output[:, :, rows], query[:, :, rows], *part, out, lse, todo, dq, own
-            )
+            of_rows = Rows(grad_output[:, :, rows], query[:, :, rows], out, lse)
+            shares = backward_block(job, of_rows, *part, todo, dq, own)
             for dk, dv, start, _ in shares:
                 at = owned[1][owner].start + start
                 for grad, share in zip(sums, (dk, dv), strict=True):

@@ -234,6 +234,10 @@ class Box:
         if then_wait and mailbox.on_default_stream(torch.device("cpu")):
             self.is_unread = self.is_under_way = False
 
+    def push_heads_here(self, sources, numbers) -> None:
+        assert mailbox.on_default_stream(torch.device("cpu"))
+        self.push_heads(sources, numbers, True)
+
     def wait(self) -> None:
         self.is_under_way = False
 

@@ -3,6 +3,9 @@ after errors, and in new rooms."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
 from unittest import mock
 
@@ -347,6 +350,7 @@ def test_calls_by_heads_on_one_stream_and_another(rooms, monkeypatch):
     for module in (known_call, known_heads, mailbox, pushed_heads):
         monkeypatch.setattr(module, "on_default_stream", lambda device: stream.number == 0)
     monkeypatch.setattr(known_call, "current_raw_stream", lambda device: stream.number)
+    monkeypatch.setattr(known_call, "is_capturing", lambda: False)
     case = Case(32, schedule="ulysses")
 
     def body(rank):
@@ -385,3 +389,54 @@ def test_a_way_is_of_its_own_kind_while_another_thread_learns():
     assert calls._way(0, kinds[1]) is None
     assert calls._way(0, kinds[1]) is ways[1]
     assert box.forget_many.call_count == 2, "rooms do not fill with what was known"
+
+
+#: The most functions of Python and C that the package calls in a known forward and its backward.
+#: Each takes the host time, which is most of what such a call takes.
+MOST_CALLS = {"one_call": (109, 139), "ulysses": (118, 93)}
+
+
+@pytest.mark.parametrize("schedule", MOST_CALLS)
+def test_a_known_call_makes_few_calls(rooms, schedule):
+    case = Case(32, schedule=schedule)
+
+    def body(rank):
+        calls = Calls(case, rank, 2)
+        for _ in range(4):
+            calls.run()
+        *inputs, grad = (calls.shard(x, True) for x in case.tensors)
+        inputs = [x.requires_grad_() for x in inputs]
+        with cp_dispatch.enabled(schedule=schedule):
+            with our_calls() as forward:
+                output = case.problem.attend(*inputs)
+            with our_calls() as backward:
+                torch.autograd.grad(output, inputs, grad)
+        return len(forward), len(backward)
+
+    with only("cpu_flash"):
+        found = run_threads(2, body)
+    most = tuple(map(max, *found))
+    assert most[0] <= MOST_CALLS[schedule][0] and most[1] <= MOST_CALLS[schedule][1], most
+
+
+@contextlib.contextmanager
+def our_calls():
+    """The names of the functions that the package calls in this thread, and of its own that torch
+    calls."""
+    found: list[str] = []
+    start = os.path.dirname(cp_dispatch.__file__)
+
+    def is_ours(frame) -> bool:
+        return frame is not None and frame.f_code.co_filename.startswith(start)
+
+    def note(frame, event, argument):
+        if event == "call" and (is_ours(frame) or is_ours(frame.f_back)):
+            found.append(frame.f_code.co_name)
+        elif event == "c_call" and is_ours(frame):
+            found.append(argument.__name__)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -623,5 +624,19 @@ def test_a_wrong_mask_is_refused_on_every_rank():
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
             with pytest.raises(ContextParallelError, match="attn_mask has .* rows"):
                 F.scaled_dot_product_attention(*buffers, torch.ones(1, 1, 4, 9, dtype=torch.bool))
+
+    on_mesh(2, body)
+
+
+def test_a_block_asks_its_mesh_for_the_number_of_ranks_once():
+    """The mesh multiplies it out, which takes the host longer than a view."""
+
+    def body(mesh):
+        tensors = [torch.randn(1, 2, 8, 8) for _ in range(3)]
+        with cp_dispatch.context_parallel(mesh, balancer=None):
+            first = F.scaled_dot_product_attention(*tensors, is_causal=True)
+            with mock.patch.object(mesh, "size", side_effect=AssertionError):
+                again = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        assert torch.equal(first, again)
 
     on_mesh(2, body)

@@ -333,3 +333,29 @@ def test_what_follows_from_all_ranks_is_worked_out_once(monkeypatch):
         assert geometry.key_transitions == 63
         assert all(geometry.tiles(rank, owner) for owner in range(rank + 1))
     assert len(asked) == len(set(asked)) == 2 * 64
+
+
+@given(any_geometries())
+def test_what_a_geometry_remembers_is_not_part_of_it(geometry):
+    other = Geometry(geometry.query_spans, geometry.key_spans, geometry.causal)
+    for rank in range(geometry.world_size):
+        assert geometry.query_length(rank) == len(positions(geometry.query_spans[rank]))
+        assert geometry.key_length(rank) == len(positions(geometry.key_spans[rank]))
+    assert geometry == other and hash(geometry) == hash(other)
+
+
+def test_lengths_are_added_up_once():
+    """Every call checks its shards, which may have thousands of spans."""
+
+    class Spans(tuple):
+        times_read = 0
+
+        def __iter__(self):
+            self.times_read += 1
+            return super().__iter__()
+
+    spans = Spans(((Span(0, 4),), (Span(4, 4),)))
+    geometry = Geometry(spans, spans, True)
+    for _ in range(3):
+        assert geometry.query_length(1) == geometry.key_length(0) == 4
+    assert spans.times_read == 2

@@ -11,7 +11,7 @@ from cp_dispatch.layouts import Tile
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules import accumulate
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
-from cp_dispatch.schedules.blocks import backward_block, forward_block
+from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.job import Job
 from tests.test_merge import DTYPES, INF, SHAPE, assert_as_good, formula64, partial, wide
 
@@ -89,6 +89,24 @@ def test_accumulator_returns_one_tile_bit_by_bit():
     result.add(out, lse, window(0, 10))
     got, got_lse = result.finish()
     assert torch.equal(got, out) and torch.equal(got_lse, lse)
+
+
+def test_rows_that_are_combined_in_place_are_cut_once(monkeypatch):
+    """A view takes the host as long as a small op."""
+    places = []
+
+    def merge(out_a, lse_a, out_b, lse_b, out, lse):
+        places.append((out is out_a and lse is lse_a, out.size(2)))
+
+    monkeypatch.setattr(accumulate, "merge_partials", merge)
+    first, *later = [window(0, 10), window(0, 4), window(4, 6)]
+    whole = token_major(*SHAPE, like=torch.empty(0)), torch.empty(SHAPE[:3])
+    result = OutputAccumulator(whole[0], SHAPE[3], [first, *later], torch.float32, torch.float32)
+    result.add(*whole, first)
+    for tile in later:
+        rows = *SHAPE[:2], tile.query_length, SHAPE[3]
+        result.add(*partial(torch.float32, rows), tile)
+    assert places == [(True, 4), (True, 6)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -255,5 +273,14 @@ def test_a_kernel_has_the_memory_of_those_before_it():
     assert len(alive) == 2 and torch.equal(out, x) and not lse.any()
     alive.clear()
     grad = QueryGradient(x, tiles)
-    backward_block(job, x, x, x, x, x, lse, tiles, grad, None)
+    backward_block(job, Rows(x, x, x, lse), x, x, tiles, grad, None)
     assert len(alive) == 2 and torch.equal(grad.finish(), x)
+
+
+def test_rows_are_cut_once_for_tiles_with_the_same_rows():
+    x, lse = torch.ones(SHAPE), torch.ones(SHAPE[:3])
+    rows = Rows(x, 2 * x, 3 * x, lse)
+    found = rows.of(window(4, 6))
+    assert rows.of(window(4, 6)._replace(key_start=3)) is found
+    assert [(y.size(2), int(y.max())) for y in found] == [(6, 1), (6, 2), (6, 3), (6, 1)]
+    assert rows.of(window(4, 6, row=1))[0].size(0) == 1 and rows.of(window(0, 10))[0] is x

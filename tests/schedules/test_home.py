@@ -8,6 +8,7 @@ import torch
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.layouts import Tile
+from cp_dispatch.schedules.blocks import Rows
 from cp_dispatch.schedules.home import Gradients, divided
 from cp_dispatch.schedules.job import Job
 
@@ -65,7 +66,7 @@ def test_parts_give_what_the_whole_does(key_heads):
     parts = divided(job, (WHOLE,), query, key)
     grads = Gradients(query, parts)
     for work in parts:
-        grads.compute(work, (grad, query, out, lse), key, value, None)
+        grads.compute(work, Rows(grad, query, out, lse), key, value, None)
     dq, *of_keys, _ = backend.backward(grad, query, key, value, out, lse, None, True, job.scale)
     other = torch.randn(2, 4, 2, 8, dtype=torch.float64)
     grads.add(other, WHOLE._replace(query_start=3, query_length=2))

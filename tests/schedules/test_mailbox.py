@@ -221,6 +221,14 @@ def test_steps_are_noted_down(monkeypatch):
         steps.clear()
 
 
+def test_flags_of_some_peers_are_found_once():
+    box = object.__new__(rooms.Room)
+    box._some = {}
+    box._there, box._here = rooms.Flags([1, 2, 3], [4, 5, 6]), rooms.Flags([7, 8, 9], [10, 11, 12])
+    found = box._flags([2, 0])
+    assert found == (([3, 1], [6, 4]), ([9, 7], [12, 10])) and box._flags((2, 0)) is found
+
+
 @pytest.mark.parametrize("on_default", [True, False], ids=["default stream", "another stream"])
 @pytest.mark.parametrize("then_wait", [True, False])
 def test_what_ops_are_told(monkeypatch, on_default, then_wait):
