@@ -4,9 +4,10 @@ Note [Plain shards]
 ~~~~~~~~~~~~~~~~~~~
 A plain shard does not know its global length, its order or its mesh. The context has the mesh and
 the order of sequences. The global length is the local one times the number of ranks, unless some
-buffer of the context was cut unevenly; then the ranks exchange their lengths in one small
-collective per call. The plan is made for DTensors of those global shapes without data, and is
-cached. The op gets the plain shards themselves, so autograd and torch.compile see a single op.
+buffer of the context was cut unevenly, or its balancer cuts unevenly; then the ranks exchange their
+lengths in one small collective per call. The plan is made for DTensors of those global shapes
+without data, and is cached. The op gets the plain shards themselves, so autograd and torch.compile
+see a single op.
 """
 
 from __future__ import annotations
@@ -186,8 +187,9 @@ def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
     if is_tracing():
         refuse(
             context, given,
-            "the length of a buffer is not a multiple of the number of ranks, so ranks have to "
-            "exchange their lengths, which torch.compile cannot trace; pad the buffers",
+            "the length of a buffer, or the balancer's, is not a multiple of the number of ranks, "
+            "so ranks have to exchange their lengths, which torch.compile cannot trace; pad the "
+            "sequence",
         )  # fmt: skip
     if debug_is_on():  # ranks that refuse, or whose lengths are even, do not get to the exchange
         alike = dataclasses.replace(context, lengths=None)  # lengths of shards may differ

@@ -209,8 +209,7 @@ class ContextParallel(ParallelStyle):
         except ContextParallelError as error:
             tell_refusal(mesh, error)
             raise
-        known = [context.balancer.seq_len] if isinstance(context.balancer, Balancer) else []
-        known += lengths_of_masks(args, kwargs)
+        known = lengths_of_masks(args, kwargs)
         uneven = context.uneven or any(length % mesh.size() for length in known)
         lengths = global_lengths(given, mesh, self.seq_dim, uneven)
         args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
@@ -261,18 +260,18 @@ class ContextParallel(ParallelStyle):
     def _context(self, mesh, window, own: list[int] | None, whole: list[int]) -> PlainContext:
         """The block's context for inputs of these local (None: any) and global lengths."""
         schedule = current_schedule() if self.schedule is None else self.schedule
-        uneven = any(length % mesh.size() for length in whole)
         balancer, known = self.balancer, True
         if balancer == "auto":
             around, options = plain_context(), current_options()
             if around is not None and around.mesh == mesh:
                 balancer, known = around.balancer, around.order_is_known
-                uneven |= around.uneven
                 whole = [*whole, *around.whole_lengths]
             else:
                 balancer = None if options is None else options.layout
         own = None if own is None else frozenset(own)
-        return PlainContext(mesh, schedule, balancer, known, uneven, own, window, tuple(whole))
+        return PlainContext.of(
+            mesh, schedule, balancer, whole, order_is_known=known, lengths=own, window=window
+        )
 
     def _has_sequence(self, x: torch.Tensor) -> bool:
         return -x.ndim <= self.seq_dim < x.ndim

@@ -124,13 +124,12 @@ def _prepared(mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, sche
             shard_of(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
             for buffer, dim, length in zip(buffers, dims, lengths, strict=True)
         ]
-    context = PlainContext(
+    context = PlainContext.of(
         mesh,
         _schedule if schedule is None else schedule,
         balancer,
+        lengths,
         order_is_known=bool(buffers) or balancer != "auto",
-        uneven=any(length % mesh.size() for length in lengths),
-        whole_lengths=tuple(lengths),
     )
     return context, buffers, shards, keep
 

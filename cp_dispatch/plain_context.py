@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +46,16 @@ class PlainContext:
 
     def __post_init__(self):
         object.__setattr__(self, "world_size", self.mesh.size())
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh, schedule: str, balancer: Balancer | str | None,
+        whole_lengths: Iterable[int], **rest,
+    ) -> PlainContext:  # fmt: skip
+        """A context for whole sequences of these lengths, and of the balancer's."""
+        lengths = *whole_lengths, *([balancer.seq_len] if isinstance(balancer, Balancer) else [])
+        uneven = any(length % mesh.size() for length in lengths)
+        return cls(mesh, schedule, balancer, uneven=uneven, whole_lengths=lengths, **rest)
 
     def layout(self, length: int) -> Balancer | None:
         return layout_for(self.balancer, length, self.world_size)

@@ -24,7 +24,6 @@ from cp_dispatch._compat import count_traced, dynamo_traces, skip_code
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import traced_calls
 from cp_dispatch.flex.style import find_inputs, lengths_of_masks, value_at, with_inputs
-from cp_dispatch.layouts import Balancer
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext
@@ -77,8 +76,7 @@ def _enter(style: str) -> tuple[int, str]:
         return number, _EXPORTED
     if not context.order_is_known:
         return number, NO_ORDER
-    whole = context.balancer.seq_len if isinstance(context.balancer, Balancer) else 0
-    if context.uneven or whole % context.world_size:
+    if context.uneven:
         return number, _UNEVEN
     flex_rules_for_trace()
     traced_calls.enter(number)

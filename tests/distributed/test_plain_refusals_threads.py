@@ -106,7 +106,7 @@ def test_what_ranks_have_to_tell_each_other_is_refused_in_traces():
                 attend(x, x, x, keys)
             attend(x, x, x)
         with context_parallel(mesh, buffers=[torch.zeros(7)], buffer_seq_dims=[0], balancer=None):
-            with pytest.raises(ContextParallelError, match="cannot trace; pad the buffers"):
+            with pytest.raises(ContextParallelError, match="cannot trace; pad the sequence"):
                 attend(x, x, x)
 
 

@@ -97,6 +97,29 @@ def test_a_given_balancer():
     judge(Problem(length=64, dim=16, causal=True), 4, balancer=HeadTail(64, 4), buffers=False)
 
 
+class Attention(nn.Module):
+    def forward(self, *inputs):
+        return F.scaled_dot_product_attention(*inputs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_given_balancer_says_that_shards_are_uneven(causal):
+    problem, balancer = Problem(length=61, dim=16, causal=causal), HeadTail(61, 4)
+    judge(problem, 4, balancer=balancer, buffers=False)
+    query = problem.tensors()[0]
+
+    def body(mesh):
+        module = parallelize_module(
+            Attention(), mesh, cp_dispatch.ContextParallel(balancer=balancer)
+        )
+        own = cp_dispatch.shard(mesh, query, 2, balancer)
+        got = cp_dispatch.unshard(mesh, module(own, own, own), 2, balancer)
+        want = F.scaled_dot_product_attention(query, query, query)
+        torch.testing.assert_close(got, want)
+
+    on_mesh(4, body)
+
+
 def test_the_order_without_buffers():
     for balancer in ("head-tail", None):
         judge(Problem(length=44, dim=16, causal=True), 2, balancer=balancer, buffers=False)
@@ -530,11 +553,6 @@ def test_a_style_is_for_more_than_one_world():
     """Meshes of the same ranks are equal, and it took the groups of the first one."""
     query, key, value = sequences(16)
     want = F.scaled_dot_product_attention(query, key, value).chunk(2, 2)
-
-    class Attention(nn.Module):
-        def forward(self, *inputs):
-            return F.scaled_dot_product_attention(*inputs)
-
     styles = [cp_dispatch.ContextParallel(balancer=None) for _ in range(4)]
 
     def body(groups: int, rank: int) -> None:
