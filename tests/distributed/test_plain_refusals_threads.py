@@ -9,6 +9,7 @@ import io
 import pickle
 import types
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -218,6 +219,11 @@ class WithMore(Attention):
 
     def forward(self, *inputs, more):
         return super().forward(*inputs), more
+
+
+class Sizes(NamedTuple):
+    of_rows: torch.Tensor
+    heads: int
 
 
 class Flat(Attention):
@@ -478,6 +484,21 @@ def test_style_leaves_tensors_without_its_dim_alone():
             got, other = module(*given, more=more)
             assert other is more and type(got) is type(given[0])
         torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh(2, body)
+
+
+def test_tuples_of_every_type_keep_it():
+    found = torch.zeros(2, 3).max(1)
+    given = found, torch.Size([2, 3]), Sizes(torch.zeros(2), 4)
+
+    def body(mesh):
+        own = [distribute(x, mesh, [Shard(2)]) for x in sequences(16)]
+        module = parallelize_module(WithMore(), mesh, ContextParallel())
+        for inputs in ([x.to_local() for x in own], own):
+            _, got = module(*inputs, more=given)
+            assert [type(x) for x in got] == [type(x) for x in given]
+            assert got[0].values is found.values and got[1:] == given[1:]
 
     on_mesh(2, body)
 
