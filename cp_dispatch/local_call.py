@@ -216,13 +216,8 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
     order_matters = call.is_causal or whole_dims
     if not order_matters and call.dropout_p == 0.0:
         return None
-    if order_matters and not context.order_is_known:
-        refuse(
-            context, call,
-            "is_causal and masks depend on positions, and without buffers the order of the shards "
-            'is unknown; pass context_parallel(..., balancer="head-tail"), a balancer, or '
-            "balancer=None for natural order",
-        )  # fmt: skip
+    if order_matters and (unknown := context.unknown_order(*lengths)):
+        refuse(context, call, f"is_causal and masks depend on positions, and {unknown}")
     layouts = [context.layout(length) for length in lengths]
     fits = all(x is None or x.seq_len == n for x, n in zip(layouts, lengths, strict=True))
     if layouts[0] == layouts[1] and fits:

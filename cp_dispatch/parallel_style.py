@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_dispatch._compat import in_backward
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.plain import no_order
 from cp_dispatch.flex.style import (
     as_dtensors,
     find_inputs,
@@ -23,7 +24,7 @@ from cp_dispatch.flex.style import (
     lengths_of_masks,
     value_at,
 )
-from cp_dispatch.flex.traced_style import NO_ORDER, plain
+from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
 from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.hf_masks import check_implementation, sliding_window
@@ -213,6 +214,10 @@ class ContextParallel(ParallelStyle):
         known += lengths_of_masks(args, kwargs)
         uneven = context.uneven or any(length % mesh.size() for length in known)
         lengths = global_lengths(given, mesh, self.seq_dim, uneven)
+        if reason := no_order(context, *lengths[:2]):
+            error = ContextParallelError(f"flex_attention on plain shards is refused: {reason}")
+            tell_refusal(mesh, error)
+            raise error
         args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
         were_plain = any(not isinstance(x, DTensor) for x in given)
         scope = enabled_for_shards if were_plain else enabled
@@ -226,8 +231,8 @@ class ContextParallel(ParallelStyle):
         given = [value_at(place, args, kwargs) for place in places]
         wholes = self._wholes(mesh, given)
         context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
-        if not context.order_is_known:
-            raise ContextParallelError(NO_ORDER)
+        if reason := context.unknown_order():
+            raise ContextParallelError(reason)
         self._check_recomputed(module, context)
         return places, given, context
 
