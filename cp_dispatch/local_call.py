@@ -38,6 +38,7 @@ from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext, refuse, whole_of, words
 from cp_dispatch.plan import Plan
 from cp_dispatch.reentrant import attended
+from cp_dispatch.sharded_buffers import overwritten_by_ddp
 
 
 def attend_plain(
@@ -139,6 +140,8 @@ def _check_form(context: PlainContext, call: Call) -> None:
     _check_transforms(context, call)
     if any(x is not None and has_tangent(x) for x in (*call.tensors.values(), call.attn_mask)):
         refuse(context, call, "forward-mode AD is on; use reverse mode, or leave the context")
+    if reason := overwritten_by_ddp(context.mesh):
+        refuse(context, call, reason)
     device = context.mesh.device_type
     for name, tensor in call.tensors.items():
         if tensor.is_nested or tensor.layout != torch.strided:

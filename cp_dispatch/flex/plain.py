@@ -27,6 +27,7 @@ from cp_dispatch.flex.style import as_dtensors, global_lengths
 from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.plain_context import PlainContext
+from cp_dispatch.sharded_buffers import overwritten_by_ddp
 
 _thread = threading.local()
 
@@ -71,7 +72,7 @@ def _attend(
             "in a graph that inductor does not compile, running the graph would call it again; use "
             'the backend "inductor", or DTensors',
         )
-    if reason := context.unknown_order():
+    if reason := context.unknown_order() or overwritten_by_ddp(context.mesh):
         _refuse(context, reason)
     # Ints, also in a trace, because a graph is for one length.
     lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -22,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.parallel import DistributedDataParallel
 
 import cp_dispatch
 from cp_dispatch import ContextParallel, ContextParallelError, HeadTail, context_parallel
@@ -204,6 +206,39 @@ def test_uneven_shards_are_checked_where_lengths_are_uneven():
                 F.scaled_dot_product_attention(*own)
 
     on_mesh(2, body)
+
+
+class Rotated(nn.Module):
+    """Uses a table of all positions, as one of RoPE."""
+
+    def __init__(self, attend=F.scaled_dot_product_attention):
+        super().__init__()
+        self.project, self.attend = nn.Linear(8, 8), attend
+        self.register_buffer("table", torch.zeros(16, 8))
+
+    def forward(self, x):
+        x = self.project(x) + self.table
+        return self.attend(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers`")
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, flex_attention])
+def test_shards_that_ddp_overwrites(attend):
+    """DDP gave all ranks the first rank's shard of a module's buffers, without a trace."""
+    with fake_ranks(2) as mesh, torch.no_grad():
+        for options in ({}, {"broadcast_buffers": False}):
+            model = DistributedDataParallel(Rotated(attend), **options)
+            x = torch.zeros(1, 2, 16, 8)
+            buffers = [x, model.module.table]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 0]):
+                if options:
+                    assert model(x).shape == (1, 2, 8, 8)
+                else:
+                    with pytest.raises(ContextParallelError, match="copied one rank's .* table"):
+                        model(x)
+        alone = DistributedDataParallel(Rotated(attend), process_group=dist.new_group([0]))
+        with context_parallel(mesh, buffers=[x, alone.module.table], buffer_seq_dims=[2, 0]):
+            alone(x)
 
 
 # -- The style --------------------------------------------------------------------------------
