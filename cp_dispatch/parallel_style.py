@@ -26,7 +26,7 @@ from cp_dispatch.flex.style import (
 )
 from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
-from cp_dispatch.fused_modules import no_fast_path
+from cp_dispatch.fused_modules import check_weights, no_fast_path
 from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
@@ -175,6 +175,8 @@ class ContextParallel(ParallelStyle):
     def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
         """The local inputs, the inputs that were DTensors, and the block's context."""
         check_implementation(module, mesh)
+        if mesh.size() > 1:
+            check_weights(module, args, kwargs)
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
         wholes = self._wholes(mesh, given)

@@ -538,6 +538,23 @@ def test_tuples_of_every_type_keep_it():
     on_mesh(2, body)
 
 
+@pytest.mark.parametrize("given, keywords", [
+    ((), {}), ((None, True), {}), ((), {"need_weights": True}),
+    ((None, False), {}), ((), {"need_weights": False}),
+])  # fmt: skip
+def test_attention_weights_are_refused_in_the_style(given, keywords):
+    """They are made without scaled_dot_product_attention, and would be of the shard alone."""
+    x = sequences(16)[0][0]
+    with fake_ranks(2) as mesh, torch.no_grad():
+        style = ContextParallel(seq_dim=1)
+        module = parallelize_module(nn.MultiheadAttention(8, 2, batch_first=True), mesh, style)
+        if False in (*given, *keywords.values()):
+            assert module(x, x, x, *given, **keywords)[0].shape == x.shape
+        else:
+            with pytest.raises(ContextParallelError, match="pass need_weights=False"):
+                module(x, x, x, *given, **keywords)
+
+
 def test_style_refusals():
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
