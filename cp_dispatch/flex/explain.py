@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch.errors import ContextParallelError
@@ -23,7 +24,7 @@ from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
 
 
 @torch.no_grad()
-def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) -> FlexPlan:
+def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> FlexPlan:
     """Explain what ``flex_attention(query, key, value, block_mask=block_mask)`` would do, without
     running it.
 
