@@ -80,8 +80,8 @@ class ContextParallel(ParallelStyle):
             selected.
 
     Raises:
-        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if a DTensor has
-            another placement, or if a call is not supported.
+        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if the module has
+            no forward, if a DTensor has another placement, or if a call is not supported.
     """
 
     def __init__(

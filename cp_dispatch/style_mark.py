@@ -33,8 +33,14 @@ def mark(module: nn.Module, mesh: DeviceMesh, **how) -> None:
 
     Raises:
         ContextParallelError: if it already is with different arguments, which could contradict
-            these about the order of its shards.
+            these about the order of its shards; if it has no forward, as ``nn.ModuleList``, whose
+            style would have no effect on the modules inside.
     """
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
+        raise ContextParallelError(
+            f"{type(module).__name__} has no forward, so ContextParallel would have no effect on "
+            'it; apply the style to the modules inside, such as "layers.*" instead of "layers"'
+        )
     before = vars(module).get(_NAME)
     if before is not None and (before.mesh, before.how) != (mesh, how):
         words = (", ".join(f"{k}={v!r}" for k, v in x.items()) for x in (before.how, how))

@@ -585,6 +585,10 @@ def test_style_refusals():
     on_mesh(2, body)
     for kind in ("flex", TorchsType.FLEX):
         assert ContextParallel(attention_type=kind).attention_type == "flex"
+    with fake_ranks(2) as mesh:
+        for kind in (nn.ModuleList([Attention()]), nn.ModuleDict(), nn.Module()):
+            with pytest.raises(ContextParallelError, match="has no forward"):
+                parallelize_module(kind, mesh, ContextParallel())
     with pytest.raises(ContextParallelError, match="attention_type must be"):
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):
