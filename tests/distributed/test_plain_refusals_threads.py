@@ -589,6 +589,8 @@ def test_style_refusals():
         for kind in (nn.ModuleList([Attention()]), nn.ModuleDict(), nn.Module()):
             with pytest.raises(ContextParallelError, match="has no forward"):
                 parallelize_module(kind, mesh, ContextParallel())
+        with pytest.raises(ContextParallelError, match="of Linear, a TorchScript module"):
+            parallelize_module(torch.jit.script(nn.Linear(2, 2)), mesh, ContextParallel())
     with pytest.raises(ContextParallelError, match="attention_type must be"):
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):
