@@ -48,6 +48,7 @@ from torch.distributed.tensor._ops.utils import (
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.attention.bias import CausalBias
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "ReentrantForward",
     "RuntimeSchemaInfo",
     "Unflatten",
+    "active_ddp_module",
     "add_check",
     "add_subclass_rule",
     "all_gather_single",
@@ -337,6 +339,11 @@ def cudnn_logsumexp_ndim() -> int:
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def active_ddp_module() -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward is running, the innermost one."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
 def new_group_of_these(ranks: Sequence[int], **options) -> dist.ProcessGroup:

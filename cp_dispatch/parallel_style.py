@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_dispatch._compat import in_backward
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.plain import no_order
 from cp_dispatch.flex.style import (
     as_dtensors,
     find_inputs,
@@ -23,9 +24,9 @@ from cp_dispatch.flex.style import (
     lengths_of_masks,
     value_at,
 )
-from cp_dispatch.flex.traced_style import NO_ORDER, plain
+from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
-from cp_dispatch.fused_modules import no_fast_path
+from cp_dispatch.fused_modules import check_weights, no_fast_path
 from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
@@ -79,8 +80,8 @@ class ContextParallel(ParallelStyle):
             selected.
 
     Raises:
-        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if a DTensor has
-            another placement, or if a call is not supported.
+        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if the module has
+            no forward, if a DTensor has another placement, or if a call is not supported.
     """
 
     def __init__(
@@ -174,6 +175,8 @@ class ContextParallel(ParallelStyle):
     def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
         """The local inputs, the inputs that were DTensors, and the block's context."""
         check_implementation(module, mesh)
+        if mesh.size() > 1:
+            check_weights(module, args, kwargs)
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
         wholes = self._wholes(mesh, given)
@@ -212,6 +215,10 @@ class ContextParallel(ParallelStyle):
         known = lengths_of_masks(args, kwargs)
         uneven = context.uneven or any(length % mesh.size() for length in known)
         lengths = global_lengths(given, mesh, self.seq_dim, uneven)
+        if reason := no_order(context, *lengths[:2]):
+            error = ContextParallelError(f"flex_attention on plain shards is refused: {reason}")
+            tell_refusal(mesh, error)
+            raise error
         args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
         were_plain = any(not isinstance(x, DTensor) for x in given)
         scope = enabled_for_shards if were_plain else enabled
@@ -225,8 +232,8 @@ class ContextParallel(ParallelStyle):
         given = [value_at(place, args, kwargs) for place in places]
         wholes = self._wholes(mesh, given)
         context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
-        if not context.order_is_known:
-            raise ContextParallelError(NO_ORDER)
+        if reason := context.unknown_order():
+            raise ContextParallelError(reason)
         self._check_recomputed(module, context)
         return places, given, context
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -994,6 +996,18 @@ def test_count_traced():
 
     torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True))
     assert counts == [1, 2]
+
+
+def test_active_ddp_module(mesh):
+    class Inner(nn.Linear):
+        def forward(self, x):
+            seen.append(_compat.active_ddp_module())
+            return super().forward(x)
+
+    seen = []
+    ddp = DistributedDataParallel(Inner(2, 2))
+    ddp(torch.zeros(1, 2))
+    assert seen == [ddp] and _compat.active_ddp_module() is None
 
 
 @pytest.mark.parametrize("ranks, apart", [((0, 2), True), ((0, 1, 2, 3), False)])

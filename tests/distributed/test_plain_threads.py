@@ -139,6 +139,52 @@ def test_the_order_without_buffers():
     on_mesh(2, body)
 
 
+@pytest.mark.parametrize("frames", [6, 8])  # of which 4 ranks hold 3 (natural order) and head-tail
+def test_tokens_made_from_a_buffer_are_in_its_order(frames):
+    patches = torch.randn(1, 2, frames, 4, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(x):
+        tokens = x.flatten(2, 3)
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
+
+    want = attend(patches)
+
+    def body(mesh):
+        own = patches.clone()
+        with context_parallel(mesh, buffers=[own], buffer_seq_dims=[2]):
+            (got,) = cp_dispatch.context_parallel_unshard(mesh, [attend(own)], [2])
+        torch.testing.assert_close(got, want)
+
+    on_mesh(2, body)
+
+
+def test_an_order_that_buffers_do_not_tell():
+    """It was guessed from the length: a gather of such a sequence permuted it."""
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def body(mesh):
+        rank, unknown = mesh.get_local_rank(), "of other lengths do not tell in which order"
+        own = [x.chunk(2, 2)[rank] for x in (query, key, value)]
+        short, long = torch.zeros(2), torch.zeros(12)  # in natural and in head-tail order
+        with context_parallel(mesh, buffers=[short.clone()], buffer_seq_dims=[0]):
+            got = F.scaled_dot_product_attention(*own, is_causal=True)  # natural, as the buffer
+        torch.testing.assert_close(got, want.chunk(2, 2)[rank])
+        for buffers, rows in (([short, long], 8), ([long], 7)):
+            given = [x[:, :, :rows] for x in own]
+            buffers = [x.clone() for x in buffers]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0] * len(buffers)):
+                F.scaled_dot_product_attention(*given)  # needs no order
+                with pytest.raises(ContextParallelError, match=unknown):
+                    F.scaled_dot_product_attention(*given, is_causal=True)
+                with pytest.raises(ContextParallelError, match=unknown):
+                    cp_dispatch.context_parallel_unshard(mesh, given, [2] * 3)
+        with context_parallel(mesh), pytest.raises(ContextParallelError, match="without buffers"):
+            cp_dispatch.context_parallel_unshard(mesh, own, [2] * 3)
+
+    on_mesh(2, body)
+
+
 @pytest.mark.parametrize("kernel", ["cpu_flash", "math"])
 @pytest.mark.parametrize("balancer", ["auto", None], ids=str)
 @pytest.mark.parametrize("mask, mask_dims", [
