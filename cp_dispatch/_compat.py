@@ -584,7 +584,8 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
 
 def save_in_partitioners(communicates) -> None:
     """From now on, keep backwards of graphs from repeating ops with ``communicates(op)``, except in
-    checkpoints, as torch does with its own collectives.
+    checkpoints, as torch does with its own collectives. Instead of views of a result, which take no
+    less memory, the result itself is saved: one tensor, where every saved tensor costs host time.
 
     Permanent, like :func:`keep_order_in_inductor`.
     """
@@ -594,11 +595,14 @@ def save_in_partitioners(communicates) -> None:
     if getattr(of_torch, "is_of_cp_dispatch", False):
         return
 
+    def is_saved(node) -> bool:
+        return communicates(node.target) and not partitioners.must_recompute(node)
+
     @functools.wraps(of_torch)
     def force_save_collectives(joint_module):
         of_torch(joint_module)
         for node in joint_module.graph.nodes:
-            if communicates(node.target) and not partitioners.must_recompute(node):
+            if is_saved(node):
                 node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
     @functools.wraps(choose)
@@ -607,7 +611,8 @@ def save_in_partitioners(communicates) -> None:
         # Where nothing else is left to choose from, torch names ops that have several results.
         several = [node for node in saved if communicates(node.target) and not _is_one(node)]
         parts = (x for node in several for x in node.users if x.target is operator.getitem)
-        return [*dict.fromkeys([*(x for x in saved if x not in several), *parts])]
+        others = (_whole_of(x, is_saved) for x in saved if x not in several)
+        return [*dict.fromkeys([*others, *parts])]
 
     force_save_collectives.is_of_cp_dispatch = True
     partitioners.force_save_collectives = force_save_collectives
@@ -637,6 +642,20 @@ def keep_sizes_traceable() -> None:
 
     _sym_register.is_of_cp_dispatch = True
     proxy_tensor._sym_register = _sym_register
+
+
+_VIEWS = torch.ops.aten.slice.Tensor, torch.ops.aten.view.default
+
+
+def _whole_of(node, is_saved):
+    """The node with ``is_saved(node)`` of which a node of a graph is a view, else the node itself.
+    Views whose sizes are symbols are left alone: the backward may not have those."""
+    base = node
+    while base.target in _VIEWS and len(base.all_input_nodes) == 1:
+        base = base.args[0]
+        if is_saved(base):
+            return base
+    return node
 
 
 def _is_one(node) -> bool:

@@ -653,6 +653,42 @@ def test_save_in_partitioners():
         assert count(lambda x: checkpoint(function, x, use_reentrant=False)) == 2
 
 
+def test_views_of_our_results_are_saved_as_one():
+    from torch._functorch import partitioners
+
+    op, saved = torch.ops.aten.cumsum.default, []
+
+    def keep(graph, _):
+        saved.append(sum(node.op == "placeholder" for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def function(x, y):
+        parts = y.cumsum(0)
+        first, second, third = (parts[i : i + 2].view(1, 2) for i in (0, 2, 4))
+        return (x * first).sin() + (x * second).sin() + (x * third).sin()
+
+    def count(y):
+        torch._dynamo.reset()
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep,
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+        x = torch.rand(1, 2, requires_grad=True)
+        got = torch.compile(function, backend=backend)(x, y)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), x), torch.autograd.grad(function(x, y).sum(), x)
+        )
+        return saved.pop()
+
+    names = "force_save_collectives", "choose_saved_values_set"
+    torchs = {name: inspect.unwrap(getattr(partitioners, name)) for name in names}
+    with mock.patch.multiple(partitioners, **torchs):
+        _compat.save_in_partitioners(lambda target: target is op)
+        with mock.patch.object(_compat, "_whole_of", lambda node, _: node):
+            apart = count(torch.rand(64))
+        assert (apart, count(torch.rand(64))) == (5, 3), "x and the tangent among them"
+
+
 def test_forget_resolved_kernels():
     """A trace that uses the Python dispatcher sees kernels that were added or removed since."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")
