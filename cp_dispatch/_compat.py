@@ -545,13 +545,14 @@ def _just_traced(op: torch._ops.OpOverload):
 def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
     """From now on, keep the order of ops with ``communicates(op)`` in inductor's graphs, among
     themselves and relative to torch's collectives; inductor orders only the latter. Also keep
-    graphs from overwriting integers that they made for an op with ``knows_memory(op)``.
+    graphs from overwriting integers that they made for an op with ``knows_memory(op)`` or got from
+    it, possibly from a forward in its backward.
 
     Permanent, because backwards are compiled when they first run. No effect without inductor.
     """
     if "torch._inductor.compile_fx" not in sys.modules:
         return
-    from torch._inductor import comms
+    from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
@@ -561,12 +562,14 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
 
     @functools.wraps(of_torch)
     def decide_global_ordering_of_comms(nodes, *args):
-        nodes, last = of_torch(nodes, *args), None
+        nodes, last, tensors = of_torch(nodes, *args), None, []
+        if V.graph.is_backward:
+            given = V.graph.graph_inputs.values()
+            tensors += (x for x in given if isinstance(x, ir.TensorBox))
         for node in nodes:
             op = getattr(node.node, "op_overload", None)
             if knows_memory(op):
-                given = (x for x in node.node.inputs if not x.get_dtype().is_floating_point)
-                V.graph.never_reuse_buffers.update(x.get_name() for x in given)
+                tensors += [*node.node.inputs, *node.node.outputs]
             is_own = communicates(op)
             if not is_own and not comms.contains_collective(node):
                 continue
@@ -576,6 +579,9 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
                 for name in last[0].get_buffer_names():
                     node.add_fake_dep(WeakDep(name, mutating_buf=after, is_fake=True))
             last = node, is_own
+        V.graph.never_reuse_buffers.update(
+            x.get_name() for x in tensors if not x.get_dtype().is_floating_point
+        )
         return nodes
 
     decide_global_ordering_of_comms.is_of_cp_dispatch = True

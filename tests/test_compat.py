@@ -565,6 +565,7 @@ def test_keep_order_in_inductor():
     """Torch chains only its own collectives. With ours added, each of them comes after the previous
     one."""
     from torch._inductor import comms, compile_fx
+    from torch._inductor.virtualized import V
 
     assert compile_fx.__name__ in sys.modules
 
@@ -585,11 +586,44 @@ def test_keep_order_in_inductor():
     with (
         mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
         mock.patch.object(comms, "contains_collective", torchs.__contains__),
+        V.set_graph_handler(mock.Mock(is_backward=False)),
     ):
         for _ in range(2):
             _compat.keep_order_in_inductor(lambda op: op == "ours")
         assert comms.decide_global_ordering_of_comms(given, {}, {}) == given
     assert [x.after for x in given] == [[], [], ["a"], ["first"], ["c"], []]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_integers_that_graphs_do_not_overwrite(is_backward):
+    """Those by which an op knows something, those that it returns, and those that were saved."""
+    from torch._inductor import comms, ir
+    from torch._inductor.virtualized import V
+
+    def pair(name, spec=None):
+        """An integer and a floating-point tensor."""
+        tensors = [mock.Mock(spec=spec) for _ in range(2)]
+        for x, kind, dtype in zip(tensors, "if", (torch.int32, torch.bfloat16), strict=True):
+            x.get_name.return_value, x.get_dtype.return_value = f"{name}, {kind}", dtype
+        return tensors
+
+    nodes = [
+        mock.Mock(node=mock.Mock(op_overload=op, inputs=pair(f"to {op}"), outputs=pair(f"of {op}")))
+        for op in ("ours", "torch's")
+    ]
+    graph = mock.Mock(
+        is_backward=is_backward, never_reuse_buffers=set(),
+        graph_inputs=dict(enumerate([*pair("saved", ir.TensorBox), "a symbol"])),
+    )  # fmt: skip
+    with (
+        mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
+        mock.patch.object(comms, "contains_collective", lambda node: False),
+        V.set_graph_handler(graph),
+    ):
+        _compat.keep_order_in_inductor(lambda op: False, lambda op: op == "ours")
+        comms.decide_global_ordering_of_comms(nodes, {}, {})
+    saved = {"saved, i"} if is_backward else set()
+    assert graph.never_reuse_buffers == {"to ours, i", "of ours, i"} | saved
 
 
 def test_keep_sizes_traceable():

@@ -48,6 +48,11 @@ def graphs_of_a_call(needs_gradients: bool) -> list[tuple[dict[str, int], int]]:
     return found
 
 
+def test_without_gradients_one_op_comes_before_the_kernel():
+    ((ops, _),) = graphs_of_a_call(False)
+    assert ops == {"flex_bring_and_cut": 1, "flex_listed": 1}
+
+
 def test_a_backward_gets_the_lists_of_its_rows_as_one_tensor():
     """Besides the four tensors by which ops know the mask."""
     (forward, _), (backward, given) = graphs_of_a_call(True)
