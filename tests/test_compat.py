@@ -591,6 +591,7 @@ def test_keep_order_in_inductor():
     """Torch chains only its own collectives. With ours added, each of them comes after the previous
     one."""
     from torch._inductor import comms, compile_fx
+    from torch._inductor.virtualized import V
 
     assert compile_fx.__name__ in sys.modules
 
@@ -611,11 +612,44 @@ def test_keep_order_in_inductor():
     with (
         mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
         mock.patch.object(comms, "contains_collective", torchs.__contains__),
+        V.set_graph_handler(mock.Mock(is_backward=False)),
     ):
         for _ in range(2):
             _compat.keep_order_in_inductor(lambda op: op == "ours")
         assert comms.decide_global_ordering_of_comms(given, {}, {}) == given
     assert [x.after for x in given] == [[], [], ["a"], ["first"], ["c"], []]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_integers_that_graphs_do_not_overwrite(is_backward):
+    """Those by which an op knows something, those that it returns, and those that were saved."""
+    from torch._inductor import comms, ir
+    from torch._inductor.virtualized import V
+
+    def pair(name, spec=None):
+        """An integer and a floating-point tensor."""
+        tensors = [mock.Mock(spec=spec) for _ in range(2)]
+        for x, kind, dtype in zip(tensors, "if", (torch.int32, torch.bfloat16), strict=True):
+            x.get_name.return_value, x.get_dtype.return_value = f"{name}, {kind}", dtype
+        return tensors
+
+    nodes = [
+        mock.Mock(node=mock.Mock(op_overload=op, inputs=pair(f"to {op}"), outputs=pair(f"of {op}")))
+        for op in ("ours", "torch's")
+    ]
+    graph = mock.Mock(
+        is_backward=is_backward, never_reuse_buffers=set(),
+        graph_inputs=dict(enumerate([*pair("saved", ir.TensorBox), "a symbol"])),
+    )  # fmt: skip
+    with (
+        mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
+        mock.patch.object(comms, "contains_collective", lambda node: False),
+        V.set_graph_handler(graph),
+    ):
+        _compat.keep_order_in_inductor(lambda op: False, lambda op: op == "ours")
+        comms.decide_global_ordering_of_comms(nodes, {}, {})
+    saved = {"saved, i"} if is_backward else set()
+    assert graph.never_reuse_buffers == {"to ours, i", "of ours, i"} | saved
 
 
 def test_keep_sizes_traceable():
@@ -677,6 +711,42 @@ def test_save_in_partitioners():
             _compat.save_in_partitioners(lambda target: target is op)
         assert (repeated, count(function)) == (2, 0)
         assert count(lambda x: checkpoint(function, x, use_reentrant=False)) == 2
+
+
+def test_views_of_our_results_are_saved_as_one():
+    from torch._functorch import partitioners
+
+    op, saved = torch.ops.aten.cumsum.default, []
+
+    def keep(graph, _):
+        saved.append(sum(node.op == "placeholder" for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def function(x, y):
+        parts = y.cumsum(0)
+        first, second, third = (parts[i : i + 2].view(1, 2) for i in (0, 2, 4))
+        return (x * first).sin() + (x * second).sin() + (x * third).sin()
+
+    def count(y):
+        torch._dynamo.reset()
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep,
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+        x = torch.rand(1, 2, requires_grad=True)
+        got = torch.compile(function, backend=backend)(x, y)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), x), torch.autograd.grad(function(x, y).sum(), x)
+        )
+        return saved.pop()
+
+    names = "force_save_collectives", "choose_saved_values_set"
+    torchs = {name: inspect.unwrap(getattr(partitioners, name)) for name in names}
+    with mock.patch.multiple(partitioners, **torchs):
+        _compat.save_in_partitioners(lambda target: target is op)
+        with mock.patch.object(_compat, "_whole_of", lambda node, _: node):
+            apart = count(torch.rand(64))
+        assert (apart, count(torch.rand(64))) == (5, 3), "x and the tangent among them"
 
 
 def test_forget_resolved_kernels():
