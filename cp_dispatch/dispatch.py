@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dispatch import fast_path
+from cp_dispatch import fast_path, plain_path
 from cp_dispatch._compat import (
     functorch_is_active,
     is_tracing,
@@ -113,11 +113,14 @@ def run_op(
         mask, seed, call.dropout_p, origin, call.is_causal, call.scale, *lengths, plan.op_schedule,
         [*plan.ring_shape], group_name, *layout,
     )  # fmt: skip
-    output, logsumexp = forward_op(plan.backend)(query, call.key, call.value, *arguments)
-    if group_name:
-        keep_in_graph(output, (query, call.key))
-    if slot is not None:
-        fast_path.learn(slot, plan, query, call.key, call.value, arguments, output, logsumexp)
+    tensors = query, call.key, call.value
+    output = plain_path.attend(plan.backend, arguments, *tensors)
+    if output is None:
+        output, logsumexp = forward_op(plan.backend)(*tensors, *arguments)
+        if group_name:
+            keep_in_graph(output, tensors[:2])
+        if slot is not None:
+            fast_path.learn(slot, plan, *tensors, arguments, output, logsumexp)
     return output if output.dtype is query.dtype else output.to(query.dtype)
 
 

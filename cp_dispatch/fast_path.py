@@ -123,7 +123,7 @@ class Prepared:
 
     def forward(self, query, key, value) -> tuple[DTensor, DTensor]:
         own = local_tensor(query), local_tensor(key), local_tensor(value)
-        with self._scope(""):
+        with scope_of(self.backend, ""):
             results = self._kernels.forward(*own)
         return tuple(map(dress, results, self._specs))
 
@@ -145,7 +145,7 @@ class Prepared:
                 keep(self._gradients, slot, specs, _MAX_GRADIENTS)
             return grads[:3]
         own = map(local_tensor, tensors)
-        with self._scope("_backward"):
+        with scope_of(self.backend, "_backward"):
             grads = self._kernels.backward(*own, key_grad)
         return tuple(map(dress, grads, known))
 
@@ -155,16 +155,17 @@ class Prepared:
     def _is_on(self, mesh) -> bool:
         return mesh is self._mesh or groups_of(mesh) == self._groups
 
-    def _scope(self, way: str):
-        """Below autograd and, while a profiler is on, inside a range that it shows in place of the
-        op."""
-        if not profiler_is_on():
-            return below_autograd()
-        scope = contextlib.ExitStack()
-        scope.enter_context(below_autograd())
-        name = f"cp_dispatch::ring_{self.backend}_attention{way}"
-        scope.enter_context(torch.profiler.record_function(name))
-        return scope
+
+def scope_of(backend: str, way: str):
+    """Below autograd and, while a profiler is on, inside a range that it shows in place of the
+    op."""
+    if not profiler_is_on():
+        return below_autograd()
+    scope = contextlib.ExitStack()
+    scope.enter_context(below_autograd())
+    name = f"cp_dispatch::ring_{backend}_attention{way}"
+    scope.enter_context(torch.profiler.record_function(name))
+    return scope
 
 
 class _Attention(torch.autograd.Function):

@@ -147,8 +147,9 @@ def _signed(job: Job, tensor: Tensor) -> Tensor:
 
 
 class Repeated:
-    """A kind of call without mask and dropout that is repeated. Its job is looked up once, and a
-    schedule may run it with fewer ops (:mod:`cp_dispatch.schedules.known_call`).
+    """A kind of call without mask and dropout that is repeated, on one device and with one head
+    dim. Its job is looked up once, and a schedule may run it with fewer ops
+    (:mod:`cp_dispatch.schedules.known_call`).
 
     Args:
         backend: the kernel.

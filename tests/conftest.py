@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cp_dispatch
-from cp_dispatch import extension, fast_path
+from cp_dispatch import extension, fast_path, plain_path
 
 # A slow or shared machine must not fail tests.
 hypothesis.settings.register_profile("cp_dispatch", deadline=None)
@@ -32,9 +32,10 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _room_for_known_calls():
-    """Clear the fast path's cache. It drops all calls when it is full, which must not happen in the
-    middle of a test that counts them."""
+    """Clear the fast paths' caches. They drop calls when they are full, which must not happen in
+    the middle of a test that counts them."""
     fast_path._known.clear()
+    plain_path._known.clear()
 
 
 @pytest.fixture(autouse=True)
