@@ -180,9 +180,13 @@ def varlen_ops() -> list[str]:
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data that has a DTensor's version counter, also when that is gone."""
+    """A tensor without data that has the version counter of a plain tensor or a DTensor, also when
+    that is gone."""
     with torch._C._DisableTorchDispatch():
-        return tensor.detach()
+        witness = tensor.detach()
+        if type(tensor) is torch.Tensor:
+            witness.data = tensor.new_empty(0)  # keeps the counter
+        return witness
 
 
 def profiler_is_on() -> bool:

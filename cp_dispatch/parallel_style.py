@@ -62,7 +62,8 @@ class ContextParallel(ParallelStyle):
     :func:`cp_dispatch.context_parallel`. The module may have plain parameters; their gradients
     cover this rank's rows only. DTensor inputs must be ``Shard(seq_dim)`` on the mesh: the module
     gets their local tensors, and its outputs become DTensors again. The sequence of an output must
-    be in the same dim.
+    be in the same dim. ``nn.MultiheadAttention`` needs ``need_weights=False``. As in a block, other
+    attention stays local.
 
     ``attention_type="flex"`` is for a module around ``flex_attention``. Query, key and value are
     the arguments with these names (or q, k, v), positional or by keyword, else the first three

@@ -93,7 +93,8 @@ def context_parallel(
         buffers: whole tensors, the same on every rank, of any dtype, that need no gradients:
             inputs, labels, positions, RoPE tables; also a ``BlockMask``. Inside the block they are
             shards. Each is sharded by its own length: cut a table that is longer than the sequence
-            first.
+            first. ``DistributedDataParallel`` around a module with one of them needs
+            ``broadcast_buffers=False``; without it attention raises.
         buffer_seq_dims: the sequence dim of each buffer; any int for a ``BlockMask``.
         no_restore_buffers: those of ``buffers`` that stay shards after the block.
         balancer: the order of the sequences.

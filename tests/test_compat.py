@@ -142,12 +142,13 @@ def test_has_tangent():
 
 
 def test_version_witness(mesh):
-    x = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
-    alias, witness = x.detach(), _compat.version_witness(x)
-    del x
-    assert witness._version == 0
-    alias.add_(1)
-    assert witness._version == 1
+    for x in (DTensor.from_local(torch.ones(3), mesh, [Shard(0)]), torch.ones(3)):
+        alias, witness = x.detach(), _compat.version_witness(x)
+        assert type(x) is DTensor or witness.untyped_storage().nbytes() == 0
+        del x
+        assert witness._version == 0
+        alias.add_(1)
+        assert witness._version == 1 and alias.shape == (3,)
 
 
 def test_group_name(mesh):

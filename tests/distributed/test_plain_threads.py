@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -480,6 +481,32 @@ def test_a_graph_from_before_the_block_does_not_find_the_shard():
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
             with pytest.raises(RuntimeError, match="modified by an inplace"):
                 y.sum().backward()
+
+    on_mesh(2, body)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_write_to_the_output_in_a_checkpoint_is_found(copies):
+    """Gradients were silently wrong, as they are with torch's attention, because autograd does not
+    check what hooks keep. A hook's copy is not written to."""
+
+    def step(query):
+        return F.scaled_dot_product_attention(query, query, query).mul_(2).square()
+
+    def body(mesh):
+        own = sequences(16)[0].chunk(2, 2)[mesh.get_local_rank()].requires_grad_()
+        with context_parallel(mesh, balancer=None):
+            if copies:
+                with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+                    step(own).sum().backward()
+                assert torch.equal(own.grad, want(mesh, own))
+            else:
+                with pytest.raises(RuntimeError, match="inplace operation: the output"):
+                    checkpoint(step, own, use_reentrant=False).sum().backward()
+
+    def want(mesh, own):
+        out = F.scaled_dot_product_attention(own, own, own)
+        return torch.autograd.grad((out * 2).square().sum(), own)[0]
 
     on_mesh(2, body)
 
