@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.flex import mask_job
 from cp_dispatch.flex.bring_and_cut import SCHEMA as BRING_AND_CUT
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.mask_job import MaskJob
@@ -100,6 +102,18 @@ def test_bring_and_cut(layout):
         assert not torch.equal(OPS.flex_bring_and_cut(*tensors, *mask, True, False)[1], want)
 
     run_threads(2, body)
+
+
+def test_a_mask_takes_one_place_of_what_is_kept(monkeypatch):
+    """Whatever its ops find out."""
+    known = Kept()
+    monkeypatch.setattr(mask_job, "kept", known)
+    mask, tensors = arguments(16, True), keys(16)
+    OPS.flex_cut(*mask, -1, False)
+    OPS.flex_bring(*tensors, *mask, True, False)
+    OPS.flex_bring_and_cut(*tensors, *mask, True, False)
+    OPS.flex_bring_back(*tensors, *tensors, *mask)
+    assert len(known._entries) == 1
 
 
 def test_order_and_apart():
