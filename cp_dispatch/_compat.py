@@ -48,6 +48,7 @@ from torch.distributed.tensor._ops.utils import (
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn.attention.bias import CausalBias
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "ReentrantForward",
     "RuntimeSchemaInfo",
     "Unflatten",
+    "active_ddp_module",
     "add_check",
     "add_subclass_rule",
     "all_gather_single",
@@ -178,9 +180,13 @@ def varlen_ops() -> list[str]:
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data that has a DTensor's version counter, also when that is gone."""
+    """A tensor without data that has the version counter of a plain tensor or a DTensor, also when
+    that is gone."""
     with torch._C._DisableTorchDispatch():
-        return tensor.detach()
+        witness = tensor.detach()
+        if type(tensor) is torch.Tensor:
+            witness.data = tensor.new_empty(0)  # keeps the counter
+        return witness
 
 
 def profiler_is_on() -> bool:
@@ -337,6 +343,11 @@ def cudnn_logsumexp_ndim() -> int:
 
 # all_gather_into_tensor until torch 2.12, which deprecates that name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def active_ddp_module() -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward is running, the innermost one."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
 def new_group_of_these(ranks: Sequence[int], **options) -> dist.ProcessGroup:
@@ -567,13 +578,14 @@ def _just_traced(op: torch._ops.OpOverload):
 def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
     """From now on, keep the order of ops with ``communicates(op)`` in inductor's graphs, among
     themselves and relative to torch's collectives; inductor orders only the latter. Also keep
-    graphs from overwriting integers that they made for an op with ``knows_memory(op)``.
+    graphs from overwriting integers that they made for an op with ``knows_memory(op)`` or got from
+    it, possibly from a forward in its backward.
 
     Permanent, because backwards are compiled when they first run. No effect without inductor.
     """
     if "torch._inductor.compile_fx" not in sys.modules:
         return
-    from torch._inductor import comms
+    from torch._inductor import comms, ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.virtualized import V
 
@@ -583,12 +595,14 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
 
     @functools.wraps(of_torch)
     def decide_global_ordering_of_comms(nodes, *args):
-        nodes, last = of_torch(nodes, *args), None
+        nodes, last, tensors = of_torch(nodes, *args), None, []
+        if V.graph.is_backward:
+            given = V.graph.graph_inputs.values()
+            tensors += (x for x in given if isinstance(x, ir.TensorBox))
         for node in nodes:
             op = getattr(node.node, "op_overload", None)
             if knows_memory(op):
-                given = (x for x in node.node.inputs if not x.get_dtype().is_floating_point)
-                V.graph.never_reuse_buffers.update(x.get_name() for x in given)
+                tensors += [*node.node.inputs, *node.node.outputs]
             is_own = communicates(op)
             if not is_own and not comms.contains_collective(node):
                 continue
@@ -598,6 +612,9 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
                 for name in last[0].get_buffer_names():
                     node.add_fake_dep(WeakDep(name, mutating_buf=after, is_fake=True))
             last = node, is_own
+        V.graph.never_reuse_buffers.update(
+            x.get_name() for x in tensors if not x.get_dtype().is_floating_point
+        )
         return nodes
 
     decide_global_ordering_of_comms.is_of_cp_dispatch = True
@@ -606,7 +623,8 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
 
 def save_in_partitioners(communicates) -> None:
     """From now on, keep backwards of graphs from repeating ops with ``communicates(op)``, except in
-    checkpoints, as torch does with its own collectives.
+    checkpoints, as torch does with its own collectives. Instead of views of a result, which take no
+    less memory, the result itself is saved: one tensor, where every saved tensor costs host time.
 
     Permanent, like :func:`keep_order_in_inductor`.
     """
@@ -616,11 +634,14 @@ def save_in_partitioners(communicates) -> None:
     if getattr(of_torch, "is_of_cp_dispatch", False):
         return
 
+    def is_saved(node) -> bool:
+        return communicates(node.target) and not partitioners.must_recompute(node)
+
     @functools.wraps(of_torch)
     def force_save_collectives(joint_module):
         of_torch(joint_module)
         for node in joint_module.graph.nodes:
-            if communicates(node.target) and not partitioners.must_recompute(node):
+            if is_saved(node):
                 node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
     @functools.wraps(choose)
@@ -629,7 +650,8 @@ def save_in_partitioners(communicates) -> None:
         # Where nothing else is left to choose from, torch names ops that have several results.
         several = [node for node in saved if communicates(node.target) and not _is_one(node)]
         parts = (x for node in several for x in node.users if x.target is operator.getitem)
-        return [*dict.fromkeys([*(x for x in saved if x not in several), *parts])]
+        others = (_whole_of(x, is_saved) for x in saved if x not in several)
+        return [*dict.fromkeys([*others, *parts])]
 
     force_save_collectives.is_of_cp_dispatch = True
     partitioners.force_save_collectives = force_save_collectives
@@ -659,6 +681,20 @@ def keep_sizes_traceable() -> None:
 
     _sym_register.is_of_cp_dispatch = True
     proxy_tensor._sym_register = _sym_register
+
+
+_VIEWS = torch.ops.aten.slice.Tensor, torch.ops.aten.view.default
+
+
+def _whole_of(node, is_saved):
+    """The node with ``is_saved(node)`` of which a node of a graph is a view, else the node itself.
+    Views whose sizes are symbols are left alone: the backward may not have those."""
+    base = node
+    while base.target in _VIEWS and len(base.all_input_nodes) == 1:
+        base = base.args[0]
+        if is_saved(base):
+            return base
+    return node
 
 
 def _is_one(node) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_dispatch._compat import disable_current_modes, dynamo_traces, resolve_group
 from cp_dispatch.choose import sdp_flags
 from cp_dispatch.flex import groups
+from cp_dispatch.flex.bring_and_cut import SCHEMA as BRING_AND_CUT
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
 from cp_dispatch.graph_ops import SCHEMA as KEEP
@@ -34,7 +35,7 @@ from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
 # Increased when a trace gives different graphs than those that caches hold for the same version.
-_GENERATION = 2
+_GENERATION = 3
 _groups: set[tuple] = set()
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace, as a hash
 
@@ -44,7 +45,8 @@ def tag(state: object | None, calls: str = "") -> None:
     them."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None or calls:
-        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, FLEX_SCHEMAS, GROUP_SCHEMAS, VARLEN_SCHEMAS
+        flex = *FLEX_SCHEMAS, *GROUP_SCHEMAS, BRING_AND_CUT
+        schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, flex, VARLEN_SCHEMAS
         limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last
 

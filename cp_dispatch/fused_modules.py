@@ -13,10 +13,24 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from cp_dispatch._compat import run_uncompiled
+from cp_dispatch.errors import ContextParallelError
+
+
+def check_weights(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Refuse ``nn.MultiheadAttention`` with ``need_weights=True``, its default, which computes
+    attention from matrix products and so would stay within a shard."""
+    if type(module).forward is not nn.MultiheadAttention.forward:
+        return
+    if kwargs.get("need_weights", args[4] if len(args) > 4 else True):
+        raise ContextParallelError(
+            "nn.MultiheadAttention in ContextParallel would attend only within this rank's shard: "
+            "with need_weights=True, the default, it calls no scaled_dot_product_attention; pass "
+            "need_weights=False"
+        )
 
 
 def native_multi_head_attention(

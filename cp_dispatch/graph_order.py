@@ -61,7 +61,8 @@ def _knows_memory(op) -> bool:
 
 def keep_order() -> None:
     """Call this in a trace, for the first and last item of Note [Graphs of ranks], to keep masks
-    and documents that the graph makes, and for sizes that change from call to call."""
+    and documents that the graph makes or that our ops return, and for sizes that change from call
+    to call."""
     keep_sizes_traceable()
     keep_order_in_inductor(communicates, _knows_memory)
     save_in_partitioners(communicates)

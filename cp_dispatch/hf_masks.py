@@ -206,7 +206,8 @@ def _mask(context: PlainContext, theirs, given: dict):
     layout = context.layout(total)
     if padding is not None and widths == of_rows:
         (padding,) = unshard(mesh, [padding], [1], layout)
-    if context.order_is_known and (layout is None or layout.seq_len == total):
+    unknown = context.unknown_order(total)
+    if unknown is None and (layout is None or layout.seq_len == total):
         _check_positions(layout, padding, of_rows, counted, ranks)
     wrong = wrong_in_a_shard(config, total, seen)
     if wrong is not None:
@@ -224,12 +225,8 @@ def _mask(context: PlainContext, theirs, given: dict):
         return None
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
         _refuse("with padding, chunks of attention would start where this rank's shard does", ranks)
-    if not context.order_is_known:
-        _refuse(
-            'the order of the shards is unknown; pass context_parallel(..., balancer="head-tail"), '
-            "a balancer, or balancer=None for natural order",
-            ranks,
-        )
+    if unknown is not None:
+        _refuse(unknown, ranks)
     if layout is not None and layout.rows > 1:
         _refuse(
             f"a mask by positions cannot differ by batch row, as {type(layout).__name__}", ranks

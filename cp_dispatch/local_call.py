@@ -4,9 +4,10 @@ Note [Plain shards]
 ~~~~~~~~~~~~~~~~~~~
 A plain shard does not know its global length, its order or its mesh. The context has the mesh and
 the order of sequences. The global length is the local one times the number of ranks, unless some
-buffer of the context was cut unevenly; then the ranks exchange their lengths in one small
-collective per call. The plan is made for DTensors of those global shapes without data, and is
-cached. The op gets the plain shards themselves, so autograd and torch.compile see a single op.
+buffer of the context was cut unevenly, or its balancer cuts unevenly; then the ranks exchange their
+lengths in one small collective per call. The plan is made for DTensors of those global shapes
+without data, and is cached. The op gets the plain shards themselves, so autograd and torch.compile
+see a single op.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext, refuse, whole_of, words
 from cp_dispatch.plan import Plan
 from cp_dispatch.reentrant import attended
+from cp_dispatch.sharded_buffers import overwritten_by_ddp
 
 
 def attend_plain(
@@ -139,6 +141,8 @@ def _check_form(context: PlainContext, call: Call) -> None:
     _check_transforms(context, call)
     if any(x is not None and has_tangent(x) for x in (*call.tensors.values(), call.attn_mask)):
         refuse(context, call, "forward-mode AD is on; use reverse mode, or leave the context")
+    if reason := overwritten_by_ddp(context.mesh):
+        refuse(context, call, reason)
     device = context.mesh.device_type
     for name, tensor in call.tensors.items():
         if tensor.is_nested or tensor.layout != torch.strided:
@@ -186,8 +190,9 @@ def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
     if is_tracing():
         refuse(
             context, given,
-            "the length of a buffer is not a multiple of the number of ranks, so ranks have to "
-            "exchange their lengths, which torch.compile cannot trace; pad the buffers",
+            "the length of a buffer, or the balancer's, is not a multiple of the number of ranks, "
+            "so ranks have to exchange their lengths, which torch.compile cannot trace; pad the "
+            "sequence",
         )  # fmt: skip
     if debug_is_on():  # ranks that refuse, or whose lengths are even, do not get to the exchange
         alike = dataclasses.replace(context, lengths=None)  # lengths of shards may differ
@@ -216,13 +221,8 @@ def _layout(context, call, mask, sharded_dim, lengths) -> Balancer | None:
     order_matters = call.is_causal or whole_dims
     if not order_matters and call.dropout_p == 0.0:
         return None
-    if order_matters and not context.order_is_known:
-        refuse(
-            context, call,
-            "is_causal and masks depend on positions, and without buffers the order of the shards "
-            'is unknown; pass context_parallel(..., balancer="head-tail"), a balancer, or '
-            "balancer=None for natural order",
-        )  # fmt: skip
+    if order_matters and (unknown := context.unknown_order(*lengths)):
+        refuse(context, call, f"is_causal and masks depend on positions, and {unknown}")
     layouts = [context.layout(length) for length in lengths]
     fits = all(x is None or x.seq_len == n for x, n in zip(layouts, lengths, strict=True))
     if layouts[0] == layouts[1] and fits:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_dispatch._compat import in_backward
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex.plain import no_order
 from cp_dispatch.flex.style import (
     as_dtensors,
     find_inputs,
@@ -23,9 +24,9 @@ from cp_dispatch.flex.style import (
     lengths_of_masks,
     value_at,
 )
-from cp_dispatch.flex.traced_style import NO_ORDER, plain
+from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
-from cp_dispatch.fused_modules import no_fast_path
+from cp_dispatch.fused_modules import check_weights, no_fast_path
 from cp_dispatch.hf_masks import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
@@ -61,7 +62,8 @@ class ContextParallel(ParallelStyle):
     :func:`cp_dispatch.context_parallel`. The module may have plain parameters; their gradients
     cover this rank's rows only. DTensor inputs must be ``Shard(seq_dim)`` on the mesh: the module
     gets their local tensors, and its outputs become DTensors again. The sequence of an output must
-    be in the same dim.
+    be in the same dim. ``nn.MultiheadAttention`` needs ``need_weights=False``. As in a block, other
+    attention stays local.
 
     ``attention_type="flex"`` is for a module around ``flex_attention``. Query, key and value are
     the arguments with these names (or q, k, v), positional or by keyword, else the first three
@@ -79,8 +81,8 @@ class ContextParallel(ParallelStyle):
             selected.
 
     Raises:
-        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if a DTensor has
-            another placement, or if a call is not supported.
+        ContextParallelError: if an argument is invalid, if the mesh is not 1-D, if the module has
+            no forward, if a DTensor has another placement, or if a call is not supported.
     """
 
     def __init__(
@@ -174,6 +176,8 @@ class ContextParallel(ParallelStyle):
     def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
         """The local inputs, the inputs that were DTensors, and the block's context."""
         check_implementation(module, mesh)
+        if mesh.size() > 1:
+            check_weights(module, args, kwargs)
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
         wholes = self._wholes(mesh, given)
@@ -209,10 +213,13 @@ class ContextParallel(ParallelStyle):
         except ContextParallelError as error:
             tell_refusal(mesh, error)
             raise
-        known = [context.balancer.seq_len] if isinstance(context.balancer, Balancer) else []
-        known += lengths_of_masks(args, kwargs)
+        known = lengths_of_masks(args, kwargs)
         uneven = context.uneven or any(length % mesh.size() for length in known)
         lengths = global_lengths(given, mesh, self.seq_dim, uneven)
+        if reason := no_order(context, *lengths[:2]):
+            error = ContextParallelError(f"flex_attention on plain shards is refused: {reason}")
+            tell_refusal(mesh, error)
+            raise error
         args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
         were_plain = any(not isinstance(x, DTensor) for x in given)
         scope = enabled_for_shards if were_plain else enabled
@@ -226,8 +233,8 @@ class ContextParallel(ParallelStyle):
         given = [value_at(place, args, kwargs) for place in places]
         wholes = self._wholes(mesh, given)
         context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
-        if not context.order_is_known:
-            raise ContextParallelError(NO_ORDER)
+        if reason := context.unknown_order():
+            raise ContextParallelError(reason)
         self._check_recomputed(module, context)
         return places, given, context
 
@@ -261,18 +268,18 @@ class ContextParallel(ParallelStyle):
     def _context(self, mesh, window, own: list[int] | None, whole: list[int]) -> PlainContext:
         """The block's context for inputs of these local (None: any) and global lengths."""
         schedule = current_schedule() if self.schedule is None else self.schedule
-        uneven = any(length % mesh.size() for length in whole)
         balancer, known = self.balancer, True
         if balancer == "auto":
             around, options = plain_context(), current_options()
             if around is not None and around.mesh == mesh:
                 balancer, known = around.balancer, around.order_is_known
-                uneven |= around.uneven
                 whole = [*whole, *around.whole_lengths]
             else:
                 balancer = None if options is None else options.layout
         own = None if own is None else frozenset(own)
-        return PlainContext(mesh, schedule, balancer, known, uneven, own, window, tuple(whole))
+        return PlainContext.of(
+            mesh, schedule, balancer, whole, order_is_known=known, lengths=own, window=window
+        )
 
     def _has_sequence(self, x: torch.Tensor) -> bool:
         return -x.ndim <= self.seq_dim < x.ndim

@@ -11,7 +11,8 @@ existing code only changes its import. Differences from torch 2.13:
   ``_cp_options.enable_load_balance`` is not read. The default is torch's: head-tail if the length
   is a multiple of 2 W, else natural order. It is chosen from each buffer's own length, where torch
   uses the first buffer's for all. A table that is longer than the sequence has to be cut to the
-  sequence's length first; a warning says so.
+  sequence's length first; a warning says so. Sequences that have no buffer's length are in the
+  order of all buffers; if these differ, calls that depend on the order raise.
 - ``torch.nn.functional`` is not patched, so functions that were imported earlier are covered too. A
   block applies to its thread and to backward passes, not to all threads. Blocks nest.
 - For the block, buffers get other storage; at its end they get their own back, without copies. What
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import run_uncompiled
 from cp_dispatch.errors import (
+    ContextParallelError,
     ContextParallelNotImplementedError,
     ContextParallelValueError,
 )
@@ -42,7 +44,13 @@ from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.layouts import Balancer, unshard
 from cp_dispatch.layouts.buffers import permute
 from cp_dispatch.plain_buffers import checked, length_of, listed, shard_of, swapped
-from cp_dispatch.plain_context import PlainContext, check_balancer, check_order, layout_for
+from cp_dispatch.plain_context import (
+    PlainContext,
+    check_balancer,
+    check_order,
+    layout_for,
+    order_of_buffers,
+)
 from cp_dispatch.toggle import plain_context, plain_shards
 
 # Torch's names for how keys travel, and the schedules that they select.
@@ -85,15 +93,17 @@ def context_parallel(
         buffers: whole tensors, the same on every rank, of any dtype, that need no gradients:
             inputs, labels, positions, RoPE tables; also a ``BlockMask``. Inside the block they are
             shards. Each is sharded by its own length: cut a table that is longer than the sequence
-            first.
+            first. ``DistributedDataParallel`` around a module with one of them needs
+            ``broadcast_buffers=False``; without it attention raises.
         buffer_seq_dims: the sequence dim of each buffer; any int for a ``BlockMask``.
         no_restore_buffers: those of ``buffers`` that stay shards after the block.
         balancer: the order of the sequences.
 
             - ``"auto"``: torch's default. The first and the last pieces go to the same rank
-              (:class:`HeadTail`) if the length is a multiple of 2 W, else natural order. Without
-              buffers the caller has sharded the sequences, so their order is unknown, and calls
-              that depend on it (causal ones, masks indexed by the original positions) raise.
+              (:class:`HeadTail`) if the length is a multiple of 2 W, else natural order.
+              Sequences of other lengths than the buffers are in the order that all buffers are in.
+              If these differ, or without buffers, their order is unknown, and calls that depend on
+              it (causal ones, masks indexed by the original positions) raise.
             - ``"head-tail"``: for any length.
             - None: natural order.
             - a balancer: its order, for sequences of its length.
@@ -124,13 +134,15 @@ def _prepared(mesh, buffers, buffer_seq_dims, no_restore_buffers, balancer, sche
             shard_of(mesh, buffer, dim, layout_for(balancer, length, mesh.size()))
             for buffer, dim, length in zip(buffers, dims, lengths, strict=True)
         ]
-    context = PlainContext(
+    order, known = balancer, True
+    if balancer == "auto":
+        order, known = order_of_buffers(lengths, mesh.size())
+    context = PlainContext.of(
         mesh,
         _schedule if schedule is None else schedule,
-        balancer,
-        order_is_known=bool(buffers) or balancer != "auto",
-        uneven=any(length % mesh.size() for length in lengths),
-        whole_lengths=tuple(lengths),
+        order,
+        lengths,
+        order_is_known=known,
     )
     return context, buffers, shards, keep
 
@@ -172,13 +184,16 @@ def context_parallel_unshard(
         :func:`cp_dispatch.unshard`.
 
     Raises:
-        ContextParallelError: if mesh, tensors and balancer do not match, or if the balancer is one
-            of torch's.
+        ContextParallelError: if mesh, tensors and balancer do not match, if the balancer is one of
+            torch's, or if the block around does not know the order.
     """
     if load_balancer is not None:
         balancer = load_balancer
     check_balancer(balancer)
-    if balancer == "auto" and (block := plain_context()) is not None and block.mesh == mesh:
+    around = plain_context()
+    block = around if balancer == "auto" and around is not None and around.mesh == mesh else None
+    if block is not None:
+        _check_order_known(block)
         balancer = block.balancer
     buffers, dims = listed(buffers, "buffers"), listed(seq_dims, "seq_dims")
     if len(buffers) != len(dims):
@@ -189,10 +204,17 @@ def context_parallel_unshard(
         return unshard(mesh, buffers, dims, balancer)
     whole = unshard(mesh, [x.detach() for x in buffers], dims)
     for i, (tensor, dim) in enumerate(zip(whole, dims, strict=True)):
+        if block is not None:
+            _check_order_known(block, tensor.shape[dim])
         layout = layout_for(balancer, tensor.shape[dim], mesh.size())
         if layout is not None:
             whole[i] = permute(tensor, layout.inverse, dim % tensor.ndim)
     return whole
+
+
+def _check_order_known(block: PlainContext, *lengths: int) -> None:
+    if unknown := block.unknown_order(*lengths):
+        raise ContextParallelError(f"context_parallel_unshard needs to know the order: {unknown}")
 
 
 def set_rotate_method(rotate_method: str) -> None:

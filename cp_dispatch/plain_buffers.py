@@ -16,9 +16,9 @@ from cp_dispatch.errors import ContextParallelError, ContextParallelValueError
 from cp_dispatch.flex.plain import local_form, swap
 from cp_dispatch.layouts import Balancer, Span, shard
 from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.sharded_buffers import sharded
 
 _lock = threading.Lock()
-_sharded: set[int] = set()  # ids of the buffers of all blocks
 
 
 def shard_of(mesh: DeviceMesh, buffer, dim: int, layout: Balancer | None):
@@ -55,7 +55,7 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{i}]"
         if isinstance(buffer, BlockMask):
-            if ids.index(id(buffer)) != i or id(buffer) in _sharded:
+            if ids.index(id(buffer)) != i or id(buffer) in sharded:
                 raise ContextParallelError(
                     f"{name}, a BlockMask, is already a buffer of this block or of one around it; "
                     "pass each buffer once"
@@ -69,7 +69,7 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
                 "tensor; call requires_grad_() on the shard inside the block, or use "
                 "cp_dispatch.shard"
             )
-        if ids.index(id(buffer)) != i or id(buffer) in _sharded:
+        if ids.index(id(buffer)) != i or id(buffer) in sharded:
             raise ContextParallelError(
                 f"{name} {list(buffer.shape)} is already a buffer of this block or of one around "
                 "it; pass each buffer once"
@@ -111,7 +111,7 @@ class _Swap:
         self._originals = [None if id(x) in keep else x.detach() for x, _ in self._tensors]
         self._fields = []
         with _lock:
-            _sharded.update(self._ids)
+            sharded.update(self._ids)
 
     @run_uncompiled
     def put(self):
@@ -132,7 +132,7 @@ class _Swap:
             if id(mask) not in self._keep:
                 swap(mask, before)
         with _lock:
-            _sharded.difference_update(self._ids)
+            sharded.difference_update(self._ids)
 
 
 def _put(buffer: torch.Tensor, own: torch.Tensor) -> None:

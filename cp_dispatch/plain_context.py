@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,10 @@ from cp_dispatch.layouts import Balancer, HeadTail, Span, shard
 from cp_dispatch.layouts.spans import chunk
 
 ORDERS = ("auto", "head-tail")
+_SAY_THE_ORDER = (
+    'pass context_parallel(..., balancer="head-tail"), a balancer, or balancer=None for natural '
+    "order"
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class PlainContext:
         mesh: the 1-D mesh over which sequences are sharded.
         schedule: as in ``enable``.
         balancer: one of ``ORDERS``, None for natural order, or a balancer.
-        order_is_known: False if the order of the shards was not given.
+        order_is_known: whether the order of the shards was given. Where buffers are in different
+            orders, their lengths: the order of other sequences is unknown.
         uneven: ranks may hold different lengths, and exchange them.
         lengths: the local sequence lengths that calls may have, None for any.
         window: the sliding window or chunk of a module in the style, None for none.
@@ -36,7 +42,7 @@ class PlainContext:
     mesh: DeviceMesh
     schedule: str
     balancer: Balancer | str | None
-    order_is_known: bool = True
+    order_is_known: bool | tuple[int, ...] = True
     uneven: bool = False
     lengths: frozenset[int] | None = None
     window: int | None = None
@@ -46,8 +52,48 @@ class PlainContext:
     def __post_init__(self):
         object.__setattr__(self, "world_size", self.mesh.size())
 
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh, schedule: str, balancer: Balancer | str | None,
+        whole_lengths: Iterable[int], **rest,
+    ) -> PlainContext:  # fmt: skip
+        """A context for whole sequences of these lengths, and of the balancer's."""
+        lengths = *whole_lengths, *([balancer.seq_len] if isinstance(balancer, Balancer) else [])
+        uneven = any(length % mesh.size() for length in lengths)
+        return cls(mesh, schedule, balancer, uneven=uneven, whole_lengths=lengths, **rest)
+
     def layout(self, length: int) -> Balancer | None:
         return layout_for(self.balancer, length, self.world_size)
+
+    def unknown_order(self, *lengths: int) -> str | None:
+        """Why the order of sequences of these lengths is unknown, None if it is known."""
+        known, ranks = self.order_is_known, self.world_size
+        if self.balancer != "auto" or ranks == 1:
+            return None
+        if known is False:
+            return f"without buffers the order of the shards is unknown; {_SAY_THE_ORDER}"
+        for length in lengths:
+            if length % (2 * ranks) if known is True else length not in known:
+                return (
+                    f"no buffer has {length} positions, and buffers of other lengths do not tell "
+                    f"in which order the shards of such a sequence are; {_SAY_THE_ORDER}"
+                )
+        return None
+
+
+def order_of_buffers(lengths: list[int], world_size: int) -> tuple[str | None, bool | tuple]:
+    """What ``"auto"`` means in a block with buffers of these lengths: the context's ``balancer``
+    and ``order_is_known``.
+
+    A sequence of another length was made from a buffer (patches of frames) or cut by the caller, so
+    its own length says nothing about its order. It is in the order of all buffers, if they agree.
+    """
+    in_head_tail = {length: layout_for("auto", length, world_size) for length in lengths if length}
+    if not lengths:
+        return "auto", False
+    if not any(in_head_tail.values()):
+        return None, True
+    return "auto", all(in_head_tail.values()) or tuple(sorted(in_head_tail))
 
 
 def layout_for(balancer: Balancer | str | None, length: int, world_size: int) -> Balancer | None:

@@ -14,6 +14,7 @@ import threading
 import torch
 from torch import Tensor
 
+from cp_dispatch import recomputed
 from cp_dispatch._compat import dispatch_modes_are_on, resolve_group, run_uncompiled
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
@@ -97,6 +98,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, kind, query, key, value):
         output, logsumexp = kind.forward(query, key, value)
         ctx.save_for_backward(query, key, value, output, logsumexp)
+        recomputed.watch(output)
         ctx.kind = kind
         ctx.set_materialize_grads(False)
         return output
@@ -107,6 +109,7 @@ class _Attention(torch.autograd.Function):
         if grad_output is None:
             return None, None, None, None
         _, *needs = ctx.needs_input_grad
-        # Read once, see cp_dispatch.ops.
-        grads = ctx.kind.backward(grad_output, ctx.saved_tensors, needs[1] or needs[2])
+        saved = ctx.saved_tensors  # once, see cp_dispatch.ops
+        recomputed.check_unwritten(saved[3])
+        grads = ctx.kind.backward(grad_output, saved, needs[1] or needs[2])
         return None, *(g if need else None for g, need in zip(grads, needs, strict=True))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import local_tensor, version_witness
@@ -44,17 +44,15 @@ def check(logsumexp: Tensor, layout: str) -> None:
 
 
 def watch(output: Tensor) -> None:
-    """Record the version of a DTensor that attention returns. Not of a plain tensor: the record
-    would keep its own memory alive."""
-    if _is_plain_dtensor(output):
-        local_tensor(output).untyped_storage().cp_dispatch_witness = version_witness(output)
+    """Record the version of a tensor that attention returns."""
+    storage = _storage(output)
+    if storage is not None:
+        storage.cp_dispatch_witness = version_witness(output)
 
 
 def check_unwritten(output: Tensor) -> None:
     """Like autograd's check of saved tensors, for an output that was at version 0."""
-    if not _is_plain_dtensor(output):
-        return
-    storage = local_tensor(output).untyped_storage()
+    storage = _storage(output)
     # Not in a variable: tools that print a frame's locals would read data that is not there.
     version = getattr(getattr(storage, "cp_dispatch_witness", None), "_version", 0)
     if version:
@@ -85,6 +83,12 @@ def check_unwritten_mask(mask: Tensor | None, before: tuple | None) -> None:
             f"{list(mask.shape)}, is at version {local._version}; expected version {version} "
             "instead"
         )
+
+
+def _storage(tensor: Tensor) -> UntypedStorage | None:
+    """The memory of a DTensor or a plain tensor; None in traces and in inference mode."""
+    local = local_tensor(tensor) if type(tensor) is DTensor else tensor
+    return local.untyped_storage() if type(local) is Tensor and not tensor.is_inference() else None
 
 
 def _is_plain_dtensor(tensor: Tensor | None) -> bool:

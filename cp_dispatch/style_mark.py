@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,8 +34,19 @@ def mark(module: nn.Module, mesh: DeviceMesh, **how) -> None:
 
     Raises:
         ContextParallelError: if it already is with different arguments, which could contradict
-            these about the order of its shards.
+            these about the order of its shards; if it has no forward, as ``nn.ModuleList``, whose
+            style would have no effect on the modules inside; if it is in TorchScript.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ContextParallelError(
+            f"the forward of {module.original_name}, a TorchScript module, cannot be replaced by "
+            "that of ContextParallel; call it inside context_parallel instead"
+        )
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
+        raise ContextParallelError(
+            f"{type(module).__name__} has no forward, so ContextParallel would have no effect on "
+            'it; apply the style to the modules inside, such as "layers.*" instead of "layers"'
+        )
     before = vars(module).get(_NAME)
     if before is not None and (before.mesh, before.how) != (mesh, how):
         words = (", ".join(f"{k}={v!r}" for k, v in x.items()) for x in (before.how, how))

@@ -67,7 +67,7 @@ def enable(schedule: str = "auto", layout=None) -> None:
             - ``"gather"``: every rank gathers all keys and values. Needs keys that every rank owns
               in equally many spans of equal lengths; otherwise falls back to a ring.
             - ``"one_call"``: like ``"gather"``, but each rank makes a single kernel call. For short
-              shards.
+              shards. With a mask, dropout or a kernel that cannot do this, falls back to a ring.
             - ``"ulysses"``: exchanges heads by all-to-all. Needs at least as many query heads as
               ranks and no mask that differs by row; otherwise falls back to a ring.
             - ``"hybrid"``: exchanges heads within groups of ranks, with a ring across the groups.

@@ -221,10 +221,10 @@ def map_tensors(function, value):
     """Apply ``function`` to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if type(value) in (tuple, list):
-        return type(value)([map_tensors(function, x) for x in value])
-    if isinstance(value, tuple):  # a named one
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*[map_tensors(function, x) for x in value])
+    if type(value) is list or isinstance(value, tuple):  # or torch.Size, torch.return_types.max
+        return type(value)([map_tensors(function, x) for x in value])
     if type(value) is dict:
         return {key: map_tensors(function, x) for key, x in value.items()}
     return value

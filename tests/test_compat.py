@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -140,12 +142,13 @@ def test_has_tangent():
 
 
 def test_version_witness(mesh):
-    x = DTensor.from_local(torch.ones(3), mesh, [Shard(0)])
-    alias, witness = x.detach(), _compat.version_witness(x)
-    del x
-    assert witness._version == 0
-    alias.add_(1)
-    assert witness._version == 1
+    for x in (DTensor.from_local(torch.ones(3), mesh, [Shard(0)]), torch.ones(3)):
+        alias, witness = x.detach(), _compat.version_witness(x)
+        assert type(x) is DTensor or witness.untyped_storage().nbytes() == 0
+        del x
+        assert witness._version == 0
+        alias.add_(1)
+        assert witness._version == 1 and alias.shape == (3,)
 
 
 def test_group_name(mesh):
@@ -589,6 +592,7 @@ def test_keep_order_in_inductor():
     """Torch chains only its own collectives. With ours added, each of them comes after the previous
     one."""
     from torch._inductor import comms, compile_fx
+    from torch._inductor.virtualized import V
 
     assert compile_fx.__name__ in sys.modules
 
@@ -609,11 +613,44 @@ def test_keep_order_in_inductor():
     with (
         mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
         mock.patch.object(comms, "contains_collective", torchs.__contains__),
+        V.set_graph_handler(mock.Mock(is_backward=False)),
     ):
         for _ in range(2):
             _compat.keep_order_in_inductor(lambda op: op == "ours")
         assert comms.decide_global_ordering_of_comms(given, {}, {}) == given
     assert [x.after for x in given] == [[], [], ["a"], ["first"], ["c"], []]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_integers_that_graphs_do_not_overwrite(is_backward):
+    """Those by which an op knows something, those that it returns, and those that were saved."""
+    from torch._inductor import comms, ir
+    from torch._inductor.virtualized import V
+
+    def pair(name, spec=None):
+        """An integer and a floating-point tensor."""
+        tensors = [mock.Mock(spec=spec) for _ in range(2)]
+        for x, kind, dtype in zip(tensors, "if", (torch.int32, torch.bfloat16), strict=True):
+            x.get_name.return_value, x.get_dtype.return_value = f"{name}, {kind}", dtype
+        return tensors
+
+    nodes = [
+        mock.Mock(node=mock.Mock(op_overload=op, inputs=pair(f"to {op}"), outputs=pair(f"of {op}")))
+        for op in ("ours", "torch's")
+    ]
+    graph = mock.Mock(
+        is_backward=is_backward, never_reuse_buffers=set(),
+        graph_inputs=dict(enumerate([*pair("saved", ir.TensorBox), "a symbol"])),
+    )  # fmt: skip
+    with (
+        mock.patch.object(comms, "decide_global_ordering_of_comms", lambda nodes, *_: nodes),
+        mock.patch.object(comms, "contains_collective", lambda node: False),
+        V.set_graph_handler(graph),
+    ):
+        _compat.keep_order_in_inductor(lambda op: False, lambda op: op == "ours")
+        comms.decide_global_ordering_of_comms(nodes, {}, {})
+    saved = {"saved, i"} if is_backward else set()
+    assert graph.never_reuse_buffers == {"to ours, i", "of ours, i"} | saved
 
 
 def test_keep_sizes_traceable():
@@ -675,6 +712,42 @@ def test_save_in_partitioners():
             _compat.save_in_partitioners(lambda target: target is op)
         assert (repeated, count(function)) == (2, 0)
         assert count(lambda x: checkpoint(function, x, use_reentrant=False)) == 2
+
+
+def test_views_of_our_results_are_saved_as_one():
+    from torch._functorch import partitioners
+
+    op, saved = torch.ops.aten.cumsum.default, []
+
+    def keep(graph, _):
+        saved.append(sum(node.op == "placeholder" for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def function(x, y):
+        parts = y.cumsum(0)
+        first, second, third = (parts[i : i + 2].view(1, 2) for i in (0, 2, 4))
+        return (x * first).sin() + (x * second).sin() + (x * third).sin()
+
+    def count(y):
+        torch._dynamo.reset()
+        backend = aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=keep,
+            partition_fn=min_cut_rematerialization_partition,
+        )  # fmt: skip
+        x = torch.rand(1, 2, requires_grad=True)
+        got = torch.compile(function, backend=backend)(x, y)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), x), torch.autograd.grad(function(x, y).sum(), x)
+        )
+        return saved.pop()
+
+    names = "force_save_collectives", "choose_saved_values_set"
+    torchs = {name: inspect.unwrap(getattr(partitioners, name)) for name in names}
+    with mock.patch.multiple(partitioners, **torchs):
+        _compat.save_in_partitioners(lambda target: target is op)
+        with mock.patch.object(_compat, "_whole_of", lambda node, _: node):
+            apart = count(torch.rand(64))
+        assert (apart, count(torch.rand(64))) == (5, 3), "x and the tangent among them"
 
 
 def test_forget_resolved_kernels():
@@ -994,6 +1067,18 @@ def test_count_traced():
 
     torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True))
     assert counts == [1, 2]
+
+
+def test_active_ddp_module(mesh):
+    class Inner(nn.Linear):
+        def forward(self, x):
+            seen.append(_compat.active_ddp_module())
+            return super().forward(x)
+
+    seen = []
+    ddp = DistributedDataParallel(Inner(2, 2))
+    ddp(torch.zeros(1, 2))
+    assert seen == [ddp] and _compat.active_ddp_module() is None
 
 
 @pytest.mark.parametrize("ranks, apart", [((0, 2), True), ((0, 1, 2, 3), False)])

@@ -179,7 +179,7 @@ def test_few_heads_take_longer():
     plan = settle(ring(causal=False, layout=None), "ulysses", "cuda")
     assert predict(plan, known).forward > predict(plan, constants()).forward
     gathered = settle(ring(causal=False), "gather", "cuda")
-    assert predict(gathered, known) == predict(gathered, constants())
+    assert predict(gathered, known).forward == predict(gathered, constants()).forward
 
 
 @pytest.mark.parametrize("plan", [
@@ -436,7 +436,7 @@ def test_what_is_said_of_each_schedule():
 natural
 ring                      52183 131833 us   774  1536 MiB
 mirrored_ring             31736  79945 us  1286  2560 MiB
-mirrored_gather           30114  75750 us  1542  2688 MiB
+mirrored_gather           30114  75661 us  1542  2688 MiB
 one_call                  53324 132571 us  1540  2816 MiB
 ulysses                   31108  74999 us   512   642 MiB
 hybrid:2:mirrored_ring    32436  79414 us  1798  1282 MiB
@@ -445,7 +445,7 @@ mirrored_gather+ulysses   30114  74999 us  1542   642 MiB
 natural, pushed
 ring                      51579 129663 us   774  1536 MiB
 mirrored_ring             31132  77775 us  1286  2560 MiB
-mirrored_gather           29410  73838 us  1542  2688 MiB
+mirrored_gather           29410  73748 us  1542  2688 MiB
 one_call                  53324 132571 us  1540  2816 MiB
 ulysses                   30929  74104 us   512   642 MiB
 hybrid:2:mirrored_ring    32436  79414 us  1798  1282 MiB
@@ -461,7 +461,7 @@ gather+ulysses            30014  74999 us  1158   706 MiB
 
 head-tail, pushed
 ring                      29589  74688 us   774  1536 MiB
-gather                    29410  73838 us  1158  2304 MiB
+gather                    29410  73748 us  1158  2304 MiB
 one_call                  31585  78133 us  1604  3072 MiB
 ulysses                   30929  74104 us   520   706 MiB
 hybrid:2:ring             30893  76327 us  1294  1090 MiB

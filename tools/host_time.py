@@ -10,6 +10,8 @@ rank.
 
 A backward switches to a thread of autograd and back once, however many attention calls it has. "one
 of a chain" is the time of one attention, forward and backward, in a chain of 8, as in a model.
+"empty function, local" is an autograd function in Python that only allocates its results: less is
+not possible here for any attention whose backward is Python.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import cProfile
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -62,6 +65,21 @@ def options():
     return parser.parse_args()
 
 
+class Empty(torch.autograd.Function):
+    """What autograd and Python take for an attention that does nothing."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output.detach())
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
 class Case:
     """Tiny causal attention, forward and with its backward."""
 
@@ -98,6 +116,16 @@ class Case:
         output = F.scaled_dot_product_attention(*self.shard_leaves, is_causal=True)
         return torch.autograd.grad(output, self.shard_leaves, self.shards[0])
 
+    def empty(self):
+        return Empty.apply(*self.shards)
+
+    def empty_both(self):
+        output = Empty.apply(*self.shard_leaves)
+        return torch.autograd.grad(output, self.shard_leaves, self.shards[0])
+
+    def empty_chain(self):
+        return self._chain(self.shard_leaves[0], self.shard_pairs, self.shards[0], Empty.apply)
+
     def chain(self):
         return self._chain(self.leaves[0], self.pairs, self.grad)
 
@@ -105,10 +133,11 @@ class Case:
         return self._chain(self.shard_leaves[0], self.shard_pairs, self.shards[0])
 
     @staticmethod
-    def _chain(query, pairs, grad):
+    def _chain(query, pairs, grad, attention=None):
+        attention = attention or functools.partial(F.scaled_dot_product_attention, is_causal=True)
         output = query
         for key, value in pairs:
-            output = F.scaled_dot_product_attention(output, key, value, is_causal=True)
+            output = attention(output, key, value)
         return torch.autograd.grad(output, [query, *sum(pairs, [])], grad)
 
 
@@ -212,6 +241,7 @@ def main() -> None:
 
     only = sdpa_kernel(KERNELS[args.kernel]) if args.device == "cuda" else contextlib.nullcontext()
     with only:
+        timed("empty function, local", case.empty, *[case.empty_both] * 2, case.empty_chain)
         timed("kernels alone, local", case.local, *[case.local_both] * 2, case.local_chain)
         ways = dict(candidates(args, mesh.size()))
         chosen = [n for n in ways if not args.only or any(part in n for part in args.only)]

@@ -37,7 +37,7 @@ class Math(Backend):
     def _forward(self, query, key, value, bias, causal, scale, dropout=None):
         query, key, value = _widen(query, key, value)
         scores = _scores(query, key, bias, causal, scale)
-        largest = _largest(scores)
+        largest = _finite(scores.amax(-1, keepdim=True))
         weight = torch.exp(scores - largest)
         total = weight.sum(-1, keepdim=True)
         logsumexp = largest.double() + total.double().log()
@@ -54,9 +54,10 @@ class Math(Backend):
         # exp(score - logsumexp): the small difference in float32, the rest, one number per row, in
         # float64. This is as exact as the softmax of one device.
         scores = _scores(query, key, bias, causal, scale)
-        largest = _largest(scores)
+        largest = scores.amax(-1, keepdim=True)
+        # 0 for a row without keys in this block, which may have some in others.
         share = torch.exp(largest.double() - logsumexp.unsqueeze(-1)).to(query.dtype)
-        probability = torch.exp(scores - largest) * share
+        probability = torch.exp(scores - _finite(largest)) * share
         grad_probability = grad_output @ value.mT
         dropped = probability
         if dropout is not None:
@@ -70,9 +71,8 @@ class Math(Backend):
         return grad_query, grad_key, grad_value, grad_scores
 
 
-def _largest(scores: Tensor) -> Tensor:
+def _finite(largest: Tensor) -> Tensor:
     """The largest score of each row; 0 for a row without keys, since -inf + inf would be NaN."""
-    largest = scores.amax(-1, keepdim=True)
     return largest.masked_fill(largest == -torch.inf, 0.0)
 
 

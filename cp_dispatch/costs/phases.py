@@ -52,7 +52,7 @@ def _mirrored_ring(model: Pieces, rank: int) -> float:
 
 def _gather(model: Pieces, rank: int) -> float:
     plan, geometry = model.plan, model.plan.geometry
-    found = (plan_apart if model.pushed and not model.backward else plan_of)(geometry, rank)
+    found = (plan_apart if model.pushed else plan_of)(geometry, rank)
     ranks, length = plan.world_size, geometry.key_length(rank)
     coming = model.push((ranks - 1) * length * model.key_row, "all_gather")
     own, rest = list(found.own), list(found.rest)
@@ -61,13 +61,22 @@ def _gather(model: Pieces, rank: int) -> float:
             sum(t.query_length for t in own), own[0].key_length, own[0].causal
         )  # fmt: skip
         return model.beside(home, coming, True) + model.kernels(rest) + model.merges(rest, False)
-    half = len(own) // 2
     sums = ranks * length * model.key_row / plan.dtype.itemsize * plan.gradient_itemsize
     going = model.push(sums * (ranks - 1) / ranks, "all_to_all")
-    parts = model.beside(model.kernels(own[:half]), coming, True)
-    parts += model.kernels(rest)
-    parts += model.beside(model.kernels(own[half:]), going, True)
-    return parts + model.merges(own + rest, True) + model.copy(sums)
+    early, late = _divided(model, own)
+    parts = model.beside(early, coming, True) + model.kernels(rest)
+    return (
+        parts + model.beside(late, going, True) + model.merges(own + rest, True) + model.copy(sums)
+    )
+
+
+def _divided(model: Pieces, own) -> tuple[float, float]:
+    """Seconds of the two parts of the work with own keys, see :mod:`cp_dispatch.schedules.home`."""
+    if len(own) > 1:
+        half = len(own) // 2
+        return model.kernels(own[:half]), model.kernels(own[half:])
+    half = sum(model.kernel(x.query_length, x.key_length, x.causal, 0.5) for x in own)
+    return half, half
 
 
 def _one_call(model: Pieces, rank: int) -> float:
@@ -95,7 +104,7 @@ def _mirrored_gather(model: Pieces, rank: int) -> float:
     shares = shares_of(geometry, rank, backward)
     row = model.query_row if backward else model.output_row
     back = model.push(geometry.query_length(rank) / 2 * row, "shift")
-    late, copied = model.kernels(shares.late), 0.0
+    late, copied = _home(model, rank)[1], 0.0
     if backward:
         # Shares of dK and dV that a rank sends, or that come to it, whichever are more.
         ranks = range(model.plan.world_size)
@@ -105,7 +114,15 @@ def _mirrored_gather(model: Pieces, rank: int) -> float:
     own = _until_sent(model, rank) + model.kernels(shares.own) + late
     if shares.given:
         own = max(own, _until_sent(model, mirror) + back)
-    return own + model.merges(shares.early + shares.own + shares.late + shares.given, True) + copied
+    return own + model.merges(shares.of_rows, True) + copied
+
+
+def _home(model: Pieces, rank: int) -> tuple[float, float]:
+    """Seconds of both parts of the work of a mirrored gather with own keys."""
+    shares = shares_of(model.plan.geometry, rank, model.backward)
+    if model.backward:
+        return _divided(model, shares.home)
+    return model.kernels(shares.home), model.kernels(shares.late)
 
 
 def _shares(model: Pieces, ranks, owners) -> float:
@@ -132,7 +149,7 @@ def _until_sent(model: Pieces, rank: int) -> float:
     if shares.mirrors:
         rows = model.query_row + (2 * model.output_row if model.backward else 0)
         coming += model.push(geometry.query_length(rank) / 2 * rows, "shift")
-    return model.beside(model.kernels(shares.early), coming, True) + model.kernels(shares.mirrors)
+    return model.beside(_home(model, rank)[0], coming, True) + model.kernels(shares.mirrors)
 
 
 def _heads(model: Pieces, rank: int) -> float:

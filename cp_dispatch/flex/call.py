@@ -37,6 +37,11 @@ class FlexCall:
             if isinstance(x, torch.Tensor)
         }
 
+    @property
+    def needs_gradients(self) -> bool:
+        tensors = *self.tensors.values(), *self.score_buffers
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
+
     def describe(self, own_rows: bool = False) -> str:
         """The call in words, one line per tensor, for messages. With ``own_rows``, without the
         number of rows of blocks, which may differ between ranks with their own rows."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_dispatch.errors import ContextParallelError
@@ -14,7 +15,7 @@ from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
 from cp_dispatch.flex.needs import everything, most_runs, moves, rows_sent
-from cp_dispatch.flex.plain import NO_ORDER, no_columns_of_all_keys, on_dtensors
+from cp_dispatch.flex.plain import no_columns_of_all_keys, no_order, on_dtensors
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
 from cp_dispatch.flex.pulled import MOST_RUNS
 from cp_dispatch.options import Options
@@ -23,7 +24,7 @@ from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
 
 
 @torch.no_grad()
-def explain_flex(query: DTensor, key: DTensor, value: DTensor, block_mask=None) -> FlexPlan:
+def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> FlexPlan:
     """Explain what ``flex_attention(query, key, value, block_mask=block_mask)`` would do, without
     running it.
 
@@ -67,8 +68,7 @@ def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
         for name in ("query", "key")
     )
     described = words(context, call)
-    reason = None if context.order_is_known else NO_ORDER
-    reason = reason or no_columns_of_all_keys(call.mask.given, keys)
+    reason = no_order(context, queries, keys) or no_columns_of_all_keys(call.mask.given, keys)
     if reason:
         return FlexPlan("refused", reasons=(reason, *assumed), call=described)
     lengths = [queries, keys, keys]

@@ -38,6 +38,8 @@ class LocalFlex:
 
     call: FlexCall
     plan: FlexPlan
+    #: What :meth:`keys` got together with the keys.
+    _cut_with_keys: Tensor | None = None
 
     @functools.cached_property
     def _coordinate(self) -> list[int]:
@@ -190,7 +192,9 @@ class LocalFlex:
         """The lists of blocks. Those of all keys come with the table of positions, if the mods take
         one."""
         lists, order = self.call.mask.lists, hop < 0 and self.place.table_lanes > 0
-        packed = _OPS.flex_cut(*self.mask_arguments, hop, order)
+        packed = self._cut_with_keys if hop < 0 else None
+        if packed is None:
+            packed = _OPS.flex_cut(*self.mask_arguments, hop, order)
         batch, heads = lists.kv_num.shape[:2]
         batch = max(self._lanes, self.part[1] if batch > 1 else 1)
         heads = self.part[3] if heads > 1 else 1
@@ -274,7 +278,12 @@ class LocalFlex:
         key, value = self.own_keys(waited)
         if not self._moves_keys:
             return key, value
-        buffer = _OPS.flex_bring(key, value, *self.mask_arguments, self.must_fill, backward)
+        if self._cuts and not backward and not self.call.needs_gradients:
+            buffer, self._cut_with_keys = _OPS.flex_bring_and_cut(
+                key, value, *self.mask_arguments, self.must_fill, self.place.table_lanes > 0
+            )
+        else:
+            buffer = _OPS.flex_bring(key, value, *self.mask_arguments, self.must_fill, backward)
         if backward:
             stay_in_backward(_OPS.flex_bring.default)
         return tuple(apart(split_rows(buffer, [key.shape[3], value.shape[3]])))

@@ -13,7 +13,7 @@ from cp_dispatch._compat import all_gather_single, resolve_group
 from cp_dispatch.by_need.kept import Kept, KeptByAll
 from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership
 from cp_dispatch.flex import needs as needs_
-from cp_dispatch.flex.cut import Blocks, dense, packed_shapes, touched
+from cp_dispatch.flex.cut import Blocks, cut, dense, pack, packed_shapes, touched
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.hops import Hop, Window, window
 from cp_dispatch.flex.own_rows import check_order
@@ -31,20 +31,70 @@ def key_of(arguments: Sequence) -> tuple:
     return (queries, keys, *blocks, *part, *ring_shape, *rest)
 
 
+class Known:
+    """What was worked out about a mask for a rank: one object, because each op has to make sure
+    that the mask is still the same."""
+
+    def __init__(self):
+        #: None until :meth:`find_exchange`.
+        self.exchange: Exchange | None = None
+        self._cuts: dict[tuple[int, bool], Tensor] = {}
+
+    def find_exchange(self, arguments: Sequence, device: torch.device, check=None) -> Exchange:
+        self.exchange = _new_exchange(arguments, device, check)
+        return self.exchange
+
+    def cut(self, arguments: Sequence, hop: int, order: bool) -> Tensor:
+        """As :meth:`MaskJob.packed`; must not be written to."""
+        found = self._cuts.get((hop, order))
+        if found is None:
+            found = self._cuts[hop, order] = MaskJob(*arguments).packed(hop, order)
+        return found
+
+
+def known_of(arguments: Sequence, device: torch.device) -> Known:
+    """What is known about a mask with these contents."""
+    return kept.get(arguments[:4], (key_of(arguments), device), Known)
+
+
 def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchange:
     """Which rank sends what to which. If the mask has only this rank's rows, this is exchanged with
     the other ranks, after ``check(job)``, which may raise."""
+    local_rows, whole = arguments[-2:]
+    if local_rows and whole:  # cached for all masks
+        MaskJob(*arguments).check_order()
+    if whole:
+        return _new_exchange(arguments, device, check)
+    known = known_of(arguments, device)
+    return known.exchange or known.find_exchange(arguments, device, check)
 
+
+def _new_exchange(arguments: Sequence, device: torch.device, check) -> Exchange:
     def make() -> Exchange:
         job = MaskJob(*arguments)
         if check is not None:
             check(job)
         return job.new_exchange(device)
 
-    local_rows, whole = arguments[-2:]
-    if local_rows and whole:  # cached for all masks
-        MaskJob(*arguments).check_order()
-    return kept.get(() if whole else arguments[:4], (key_of(arguments), device, "exchange"), make)
+    if arguments[-1]:  # all keys go to all ranks, whatever the mask
+        return kept.get((), (key_of(arguments), device, "exchange"), make)
+    return make()
+
+
+def order_table(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
+    """The result of ``flex_order``; must not be written to."""
+
+    def make() -> Tensor:
+        balancer = from_text(layout)
+        if ring_rank >= 0:
+            order = balancer.positions(ring_rank)
+        else:
+            order = balancer.inverse if ring_rank == -1 else balancer.indices
+        if order.size(0) > 1:
+            order = order[part[0] : part[0] + part[1]]
+        return order.to(device, torch.int32)
+
+    return kept.get((), (layout, ring_rank, tuple(map(int, part)), str(device), "order"), make)
 
 
 @functools.lru_cache(maxsize=16)
@@ -180,6 +230,18 @@ class MaskJob:
         return tuple(
             tuple(needs_.runs(lane, self.blocks[1], keys) for lane in rank) for rank in every.cpu()
         )
+
+    @torch.inference_mode(False)  # a backward may read it later
+    def packed(self, hop: int, order: bool) -> Tensor:
+        """This rank's rows of the mask, at a hop or (-1) for all keys, followed by the true
+        positions of the rows if ``order``; see :mod:`cp_dispatch.flex.cut`."""
+        chosen = None if hop < 0 else self.window(hop)
+        where = self.queries, self.ring_rank, self.blocks[0], int(self.columns)
+        packed = pack(cut(self.own_part(), *where, chosen, self.local_rows))
+        if not order:
+            return packed
+        table = order_table(packed.device, self.layout, self.ring_rank, self.part)
+        return torch.cat([packed, table.flatten()])
 
     def packed_shapes(self, hop: int) -> list[tuple | None]:
         """Shapes of the tensors of the cut mask."""

@@ -14,14 +14,17 @@ the device), and cached while the mask's tensors live (:mod:`cp_dispatch.by_need
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cp_dispatch._compat import resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.flex.cut import Blocks, cut, listed, pack, packed_size
-from cp_dispatch.flex.mask_job import MaskJob, exchange_of, kept, key_of
+from cp_dispatch.flex.cut import Blocks, listed, packed_size
+from cp_dispatch.flex.exchange import Exchange
+from cp_dispatch.flex.mask_job import MaskJob, exchange_of, known_of, order_table
 from cp_dispatch.flex.prepared import find, keep_gradients, keep_keys
 from cp_dispatch.flex.pulled import PulledKeys, keys_by, sums_by
 from cp_dispatch.flex.rows import rows_of, split_rows
@@ -67,22 +70,11 @@ SCHEMAS = (
 def _flex_cut(*args) -> Tensor:
     """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
     mask, hop, order = args[:-2], args[-2], args[-1]
-
-    def make() -> Tensor:
-        job = MaskJob(*mask)
-        chosen = None if hop < 0 else job.window(hop)
-        where = job.queries, job.ring_rank, job.blocks[0], int(job.columns)
-        packed = pack(cut(job.own_part(), *where, chosen, job.local_rows))
-        if not order:
-            return packed
-        table = _order(packed.device, job.layout, job.ring_rank, job.part)
-        return torch.cat([packed, table.flatten()])
-
     # A copy, because the graph may overwrite what an op returns.
-    return kept.get(mask[:4], (key_of(mask), hop, order, "cut"), make).clone()
+    return known_of(mask, mask[0].device).cut(mask, hop, order).clone()
 
 
-def _flex_cut_fake(*args) -> Tensor:
+def cut_fake(*args) -> Tensor:
     *mask, hop, order = args
     job = MaskJob(*mask)
     size = packed_size(job.packed_shapes(hop))
@@ -96,6 +88,11 @@ def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     Dv)``. See Note [Rows in place]."""
     mask, fill = args[:-2], args[-2]
     exchange = exchange_of(mask, key.device, lambda job: check_rows(job, key))
+    return bring(exchange, key, value, mask, fill)
+
+
+def bring(exchange: Exchange, key: Tensor, value: Tensor, mask: Sequence, fill: bool) -> Tensor:
+    """The result of ``flex_bring``."""
     group = _group_of(mask)
     way, box = find(exchange, group, key, value)
     if way is not None:
@@ -136,7 +133,7 @@ def bring_buffer(job: MaskJob, key: Tensor, value: Tensor) -> Tensor:
     return key.new_empty((lanes, job.key_length, batch // lanes, heads, dim + value.size(3)))
 
 
-def _flex_bring_fake(key, value, *args):
+def bring_fake(key, value, *args):
     return bring_buffer(MaskJob(*args[:-2]), key, value)
 
 
@@ -230,26 +227,10 @@ def _flex_hop_back_fake(grad_key, grad_value, key, value, *args):
     return _hop_shares(key, value)
 
 
-def _order(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:
-    """The result of ``flex_order``; must not be written to."""
-
-    def make() -> Tensor:
-        balancer = from_text(layout)
-        if ring_rank >= 0:
-            order = balancer.positions(ring_rank)
-        else:
-            order = balancer.inverse if ring_rank == -1 else balancer.indices
-        if order.size(0) > 1:
-            order = order[part[0] : part[0] + part[1]]
-        return order.to(device, torch.int32)
-
-    return kept.get((), (layout, ring_rank, tuple(map(int, part)), str(device), "order"), make)
-
-
 def _flex_order(like: Tensor, layout: str, ring_rank: int, part, rows) -> Tensor:
     """True positions of a rank's rows ``(lanes, rows)`` int32. For rank -1: the place of each
     position in the permuted sequence. For rank -2: the inverse of that."""
-    return _order(like.device, layout, ring_rank, part).clone()
+    return order_table(like.device, layout, ring_rank, part).clone()
 
 
 def _flex_order_fake(like, layout, ring_rank, part, rows):
@@ -302,7 +283,7 @@ define(
         _flex_apart, _flex_listed,
     ),
     (
-        _flex_cut_fake, _flex_bring_fake, _flex_bring_back_fake, _flex_hop_fake,
+        cut_fake, bring_fake, _flex_bring_back_fake, _flex_hop_fake,
         _flex_hop_back_fake, _flex_order_fake, _flex_apart, _flex_listed_fake,
     ),
 )  # fmt: skip

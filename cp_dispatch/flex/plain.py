@@ -27,11 +27,7 @@ from cp_dispatch.flex.style import as_dtensors, global_lengths
 from cp_dispatch.graph_guards import note_trace
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.plain_context import PlainContext
-
-NO_ORDER = (
-    "without buffers the order of the shards is unknown; pass context_parallel(..., "
-    'balancer="head-tail"), a balancer, or balancer=None for natural order'
-)
+from cp_dispatch.sharded_buffers import overwritten_by_ddp
 
 _thread = threading.local()
 
@@ -76,17 +72,30 @@ def _attend(
             "in a graph that inductor does not compile, running the graph would call it again; use "
             'the backend "inductor", or DTensors',
         )
-    if not context.order_is_known:
-        _refuse(context, NO_ORDER)
+    if reason := context.unknown_order() or overwritten_by_ddp(context.mesh):
+        _refuse(context, reason)
     # Ints, also in a trace, because a graph is for one length.
     lengths = list(map(int, global_lengths(list(tensors), context.mesh, 2, context.uneven)))
-    if reason := no_columns_of_all_keys(block_mask, lengths[1]):
+    if reason := no_order(context, *lengths[:2]) or no_columns_of_all_keys(block_mask, lengths[1]):
         _refuse(context, reason)
     wrapped, block_mask, layout = on_dtensors(context, tensors, block_mask, lengths)
     with inside(), enabled(schedule=context.schedule, layout=layout):
         # A copy, because a trace's dict must not be written to (see remember.py).
         results = op(*wrapped, score_mod, block_mask, scale, dict(kernel_options), *rest)
     return tuple(x.to_local() for x in results)
+
+
+def no_order(context: PlainContext, queries: int, keys: int) -> str | None:
+    """Why queries and keys of these lengths are not known to be in one order, None if they are."""
+    orders = [context.layout(length) for length in (queries, keys)]
+    unknown = context.unknown_order(queries, keys)
+    if unknown or orders[0] == orders[1] or context.mesh.size() == 1:
+        return unknown
+    named = ("natural" if order is None else repr(order) for order in orders)
+    return (
+        "the mask and the mods go by positions, but the {} queries are in the order {} and the {} "
+        "keys in the order {}; shard both in natural order, with balancer=None"
+    ).format(*(x for pair in zip((queries, keys), named, strict=True) for x in pair))
 
 
 def no_columns_of_all_keys(block_mask: tuple, keys: int) -> str | None:

@@ -38,10 +38,32 @@ _MOST_WAYS = 16
 #: host needs for one more launch.
 LONG_COPY = 2**26
 
-#: The index of a tensor among those of a call, then size, strides and offset of a view of it.
-View = tuple[int, tuple[int, ...], tuple[int, ...], int]
-#: Views, or parts of rooms themselves.
-Views = list[View | Tensor]
+
+class Views:
+    """Tensors that are views of those of a call, or parts of rooms, which never move."""
+
+    def __init__(self, tensors, given: Sequence[Tensor]):
+        storages = [x.untyped_storage() for x in given]
+        numbers = {id(x): i for i, x in enumerate(storages)}
+        # None for each view. Of these: the place in the list, the index of the call's tensor, then
+        # size, strides and offset.
+        self._fixed: list[Tensor | None] = []
+        self._moving: list[tuple[int, int, tuple[int, ...], tuple[int, ...], int]] = []
+        for place, x in enumerate(tensors):
+            i = numbers.get(id(x.untyped_storage()))
+            self._fixed.append(x if i is None else None)
+            if i is not None:
+                view = i, tuple(x.shape), x.stride(), x.storage_offset()
+                self._moving.append((place, *view))
+
+    def of(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The same views of the actual tensors."""
+        found = self._fixed.copy()
+        for place, i, size, strides, offset in self._moving:
+            found[place] = view_of(given[i], size, strides, offset)
+        return found
+
+
 #: Arguments of :func:`copy_rows`: views that are written to, views that are read, and the rest.
 Copies = list[tuple[Views, Views, Tensor | None, list[int], bool]]
 
@@ -108,7 +130,7 @@ class KeysWay(_Way):
         box.wait_for_readers()
         _copy(self.first, given)
         now = not self.meanwhile
-        box.pull(_made(self.places, given), self.there, then_wait=now)
+        box.pull(self.places.of(given), self.there, then_wait=now)
         if not now:
             _copy(self.meanwhile, given)
             box.wait()
@@ -136,7 +158,7 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     else:  # own rows, for which no other rank waits, while those of others arrive
         way.first, way.meanwhile = _noted_copies(offered, given), _noted_copies(own, given)
     way.last = [] if packed is None else _noted_copies(exchange.unpacked(packed, given[2]), given)
-    way.places = _noted(places, given)
+    way.places = Views(places, given)
     _keep(way, exchange, key, value)
 
 
@@ -164,17 +186,17 @@ class GradientsWay(_Way):
         came = [self.room.new_empty(shape) for shape in self.shapes]
         given = grad_key, grad_value, *came, *grads
         _copy(self.staged, given)
-        places = came if self.by_row is None else _made(self.places, given)
+        places = came if self.by_row is None else self.places.of(given)
         now = not self.own
         box.pull(places, self.there, then_wait=now)
         if not now:
             _copy(self.own, given)
             box.wait()
-        parts = _made(self.parts, given)
+        parts = self.parts.of(given)
         if self.by_row is None:
             self.add(parts, self.pieces, grads)
         else:
-            sum_rows(_made(self.sums, given), parts, self.by_row.order, self.by_row.offsets, [0, 0])
+            sum_rows(self.sums.of(given), parts, self.by_row.order, self.by_row.offsets, [0, 0])
         return grads
 
 
@@ -192,6 +214,7 @@ def keep_gradients(
     # Among many ranks, few share rows with this one.
     way.there = [rows for rows in there if rows.numel()]
     own: Pairs = []
+    into: list[Tensor] = []
     if way.by_row is None:
         came, places = [_stand_in(rows) for rows in there], []
         filled = [rows for rows in came if rows.numel()]
@@ -208,8 +231,8 @@ def keep_gradients(
     if sum(x.nbytes for x, _ in own) < LONG_COPY:
         pairs, own = [*pairs, *own], []
     way.staged, way.own = _noted_copies(pairs, given), _noted_copies(own, given)
-    way.places, way.parts = _noted(places, given), _noted(flat, given)
-    way.sums = [] if way.by_row is None else _noted(into, given)
+    way.places, way.parts = Views(places, given), Views(flat, given)
+    way.sums = Views(into, given)
     _keep(way, exchange, grad_key, grad_value, key, value)
 
 
@@ -226,30 +249,11 @@ def _noted_copies(pairs: Pairs, given: Sequence[Tensor]) -> Copies:
     """The arguments of :func:`_copy` for pairs of views of stand-ins."""
     found = []
     for targets, sources, index, scatter in copies(pairs):
-        views = _noted(targets, given), _noted(sources, given)
+        views = Views(targets, given), Views(sources, given)
         found.append((*views, index, [0] * len(targets), scatter))
     return found
 
 
 def _copy(kept: Copies, given: Sequence[Tensor]) -> None:
     for targets, sources, index, dims, scatter in kept:
-        copy_rows(_made(targets, given), _made(sources, given), index, dims, scatter)
-
-
-def _noted(tensors, given: Sequence[Tensor]) -> Views:
-    """Views of stand-ins as numbers. Tensors that are not views of one never move."""
-    storages = [x.untyped_storage() for x in given]
-    numbers = {id(x): i for i, x in enumerate(storages)}
-    found = []
-    for x in tensors:
-        i = numbers.get(id(x.untyped_storage()))
-        found.append(x if i is None else (i, tuple(x.shape), x.stride(), x.storage_offset()))
-    return found
-
-
-def _made(views: Views, given: Sequence[Tensor]) -> list[Tensor]:
-    """The same views of the actual tensors."""
-    return [
-        view if isinstance(view, Tensor) else view_of(given[view[0]], view[1], view[2], view[3])
-        for view in views
-    ]
+        copy_rows(targets.of(given), sources.of(given), index, dims, scatter)

@@ -33,6 +33,7 @@ from cp_dispatch._compat import (
 from cp_dispatch.agreement import debug_is_on
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.flex import bring_and_cut as _op  # noqa: F401  defines an op
 from cp_dispatch.flex import captured, grouped, ring
 from cp_dispatch.flex import group_ops as _ops  # noqa: F401  defines the ops, with those of ops.py
 from cp_dispatch.flex.agreement import check_flex_agreement

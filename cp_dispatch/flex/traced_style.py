@@ -23,18 +23,14 @@ from cp_dispatch import graph_guards
 from cp_dispatch._compat import count_traced, dynamo_traces, skip_code
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import traced_calls
+from cp_dispatch.flex.plain import no_order
 from cp_dispatch.flex.style import find_inputs, lengths_of_masks, value_at, with_inputs
-from cp_dispatch.layouts import Balancer
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.options import Options
 from cp_dispatch.plain_context import PlainContext
 from cp_dispatch.toggle import flex_rules_for_trace
 from cp_dispatch.traced_style import has_dtensor, map_tensors, number_for
 
-NO_ORDER = (
-    'without buffers the order of the shards is unknown; pass balancer="head-tail", a balancer, or '
-    "None for natural order"
-)
 _EXPORTED = "a module in ContextParallel(attention_type='flex') cannot be exported"
 _UNEVEN = (
     "flex_attention on plain shards is refused: inside torch.compile ranks cannot exchange their "
@@ -46,10 +42,10 @@ _styles: dict[str, tuple] = {}  # a function that returns the block in effect, a
 _entered: dict[int, tuple[PlainContext, int]] = {}
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
-library.define("flex_shard(Tensor query, int style) -> Tensor")
+library.define("flex_shard(Tensor query, Tensor key, int style) -> Tensor")
 
 
-def _flex_shard(query, style):
+def _flex_shard(query, key, style):
     if dynamo_traces() is None or style not in _entered:
         raise ContextParallelError(
             "this graph has a module in ContextParallel(attention_type='flex'), but its backend "
@@ -57,8 +53,11 @@ def _flex_shard(query, style):
             'the graph, such as "inductor" or "aot_eager", in this process'
         )
     context, dim = _entered[style]
-    length = int(query.shape[dim]) * context.world_size  # a graph is for one length
-    traced_calls.know(style, Options(context.schedule, context.layout(length), True))
+    # A graph is for one length.
+    queries, keys = (int(x.shape[dim]) * context.world_size for x in (query, key))
+    if reason := no_order(context, queries, keys):
+        raise ContextParallelError(f"flex_attention on plain shards is refused: {reason}")
+    traced_calls.know(style, Options(context.schedule, context.layout(queries), True))
     return torch.ops.aten.alias(query)
 
 
@@ -75,10 +74,9 @@ def _enter(style: str) -> tuple[int, str]:
     number = number_for((context, dim), _entered)
     if torch.compiler.is_exporting():  # in dynamo of torch 2.11 it always is
         return number, _EXPORTED
-    if not context.order_is_known:
-        return number, NO_ORDER
-    whole = context.balancer.seq_len if isinstance(context.balancer, Balancer) else 0
-    if context.uneven or whole % context.world_size:
+    if reason := context.unknown_order():
+        return number, reason
+    if context.uneven:
         return number, _UNEVEN
     flex_rules_for_trace()
     traced_calls.enter(number)
@@ -136,7 +134,7 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
         if any(length % ranks for length in lengths_of_masks(args, kwargs)):
             raise ContextParallelError(_UNEVEN)
         given = [value_at(place, args, kwargs) for place in places]
-        given[0] = torch.ops.cp_dispatch.flex_shard(given[0], number)
+        given[0] = torch.ops.cp_dispatch.flex_shard(given[0], given[1], number)
         given = [
             DTensor.from_local(x, mesh, [Shard(seq_dim % x.ndim)], run_check=False) for x in given
         ]

@@ -41,7 +41,7 @@ class Rows:
     once."""
 
     def __init__(self, grad_output: Tensor, query: Tensor, output: Tensor, logsumexp: Tensor):
-        self._tensors = grad_output, query, output, logsumexp
+        self.tensors = grad_output, query, output, logsumexp
         self._cuts: dict[tuple[int | None, int, int], list[Tensor]] = {}
 
     def of(self, tile: Tile) -> list[Tensor]:
@@ -49,7 +49,7 @@ class Rows:
         window = tile.row, tile.query_start, tile.query_length
         found = self._cuts.get(window)
         if found is None:
-            found = self._cuts[window] = [_rows(x, tile) for x in self._tensors]
+            found = self._cuts[window] = [_rows(x, tile) for x in self.tensors]
         return found
 
 

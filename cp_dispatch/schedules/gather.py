@@ -6,22 +6,21 @@ one more kernel for each part of the rows. In head-tail order, where rank r owns
 2W - 1 - r ("hi"), that makes three kernels for any W, and one merge per row. (Attention does not
 depend on the order of the keys.)
 
-- If ranks can write to each other's memory (:mod:`mailbox`), a forward takes the pieces of the
-  others in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to
-  r - 1, come first, and the hi rows see these and all that follow, up to hi of rank r + 1.
+- If ranks can write to each other's memory (:mod:`mailbox`), a rank takes the pieces of the others
+  in the order of their positions. Then the keys that the lo rows see, lo of ranks 0 to r - 1, come
+  first, and the hi rows see these and all that follow, up to hi of rank r + 1.
 - An all-gather has the same order on all ranks ::
 
       [hi of rank 0, 1, ..., W - 1 | lo of rank 0, 1, ..., W - 1]
 
   Then the keys that the hi rows see, from hi of rank r + 1 to the end, are one range (with the
   rank's own lo in it), and those that the lo rows see, lo of ranks 0 to r - 1, are another. Calls
-  with a mask use this order too, and so does the backward, which needs some of its own keys to be
-  left while the shares of dK and dV travel.
+  with a mask use this order too.
 
 Causal calls in natural order use :mod:`cp_dispatch.schedules.mirrored_gather`.
 
-In the backward every rank sends its shares of dK and dV to the keys' owners while it computes with
-its own keys (:mod:`cp_dispatch.schedules.key_shares`).
+The backward computes with a part of its own keys during the gather (:mod:`home`), and with the
+others while its shares of dK and dV go to the keys' owners (:mod:`key_shares`).
 """
 
 from __future__ import annotations
@@ -31,18 +30,12 @@ import functools
 from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Tile, laid_out
-from cp_dispatch.layouts.tiles import cut
-from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
+from cp_dispatch.schedules.accumulate import OutputAccumulator
 from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
-from cp_dispatch.schedules.gather_plan import (
-    parcels_of,
-    plan_apart,
-    plan_of,
-    slots_apart,
-    slots_of,
-)
-from cp_dispatch.schedules.gathered import ROOM, PushedKeys, gathered_keys, room_bytes
+from cp_dispatch.schedules.gather_plan import APART, TOGETHER, Order, Parcels, plan_of
+from cp_dispatch.schedules.gathered import ROOM, gathered_keys, is_pushed, room_bytes
 from cp_dispatch.schedules.gradients import mask_gradient
+from cp_dispatch.schedules.home import Gradients, divided
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
 from cp_dispatch.schedules.ranges import part
@@ -54,15 +47,11 @@ class _Gather:
     def forward(self, job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`cp_dispatch.schedules.ring.forward`."""
         geometry, rank = job.geometry, job.rank
-        # The mask columns of a tile can be a slice over the keys of consecutive ranks, so no rank's
-        # keys are left out.
-        apart = job.mask is None
-        slots, owners = (slots_apart, geometry.world_size - 1) if apart else (slots_of, None)
-        keys = gathered_keys(key, value, geometry, job.ring, slots, owners)
-        if apart and isinstance(keys, PushedKeys):
-            own, rest, _ = plan_apart(geometry, rank)
-        else:
-            own, rest = _at_home(geometry, rank), plan_of(geometry, rank).rest
+        order, owners = _order(job, key, value)
+        keys = gathered_keys(key, value, geometry, job.ring, order.slots, owners)
+        own, rest, _ = order.plan(geometry, rank)
+        if order is TOGETHER:
+            own = _at_home(geometry, rank)
         if query.numel() == 0:
             own, rest = (), ()
         dtype = job.backend.output_dtype(query.dtype)
@@ -93,47 +82,58 @@ class _Gather:
         mask_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`."""
-        own, rest, _ = plan_of(job.geometry, job.rank)
-        sums = shares_of_keys(job, query, key, value) if key_grad else None
+        order, owners = _order(job, key, value)
+        own, rest, _ = order.plan(job.geometry, job.rank)
+        sums = None
+        if key_grad:
+            sums = shares_of_keys(job, query, key, value, order.parcels, owners)
         rows = Rows(grad_output, query, output, logsumexp)
-        keys = gathered_keys(key, value, job.geometry, job.ring)
+        keys = gathered_keys(key, value, job.geometry, job.ring, order.slots, owners)
         if query.numel() == 0:
             own, rest = (), ()
-        own = _halved(own)
-        query_grad = QueryGradient(query, own + rest)
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
-
-        def block(block_key, block_value, tiles):
-            return backward_block(job, rows, block_key, block_value, tiles, query_grad, grad_mask)
-
-        # Half of the work with the rank's own keys overlaps with the gather, the other half with
-        # the transfer of dK and dV.
-        half = len(own) // 2
+        # One part of the work with the rank's own keys overlaps with the gather, the other with the
+        # transfer of dK and dV.
+        home = divided(job, own, query, key)
+        grads = Gradients(query, home)
         with keys.coming(), part("gather_backward[home]"):
-            shares = block(key, value, own[:half])
+            for work in home[:1]:
+                grads.compute(work, rows, key, value, grad_mask)
         with part("gather_backward[gathered]"):
-            of_others = block(*keys.wait(), rest)
+            shares = backward_block(job, rows, *keys.wait(), rest, grads, grad_mask)
             keys.release()
         del keys
         if sums is not None:
-            sums.start(of_others)
-        del of_others
+            sums.start(shares)
+        del shares
         with part("gather_backward[home]"):
-            shares += block(key, value, own[half:])
-        dk, dv = sums.finish(shares) if sums is not None else (None, None)
-        return query_grad.finish(), dk, dv, grad_mask
+            for work in home[1:]:
+                grads.compute(work, rows, key, value, grad_mask)
+        dq = grads.finish()
+        dk, dv = sums.finish(grads.of_keys) if sums is not None else (None, None)
+        return dq, dk, dv, grad_mask
+
+
+def _order(job: Job, key: Tensor, value: Tensor) -> tuple[Order, int]:
+    """The order in which keys are gathered, and of how many ranks."""
+    # The mask columns of a tile can be a slice over the keys of consecutive ranks, so with a mask
+    # no rank's keys are left out.
+    others = job.geometry.world_size - 1
+    if job.mask is None and is_pushed(key, value, job.ring, others):
+        return APART, others
+    return TOGETHER, job.geometry.world_size
 
 
 def shares_of_keys(
-    job: Job, query: Tensor, key: Tensor, value: Tensor, parcels=parcels_of,
-    owners: int | None = None,
-) -> KeyShares:  # fmt: skip
-    """The sums of shares of dK and dV of gathered keys; the shares arrive in the keys' room."""
+    job: Job, query: Tensor, key: Tensor, value: Tensor, parcels: Parcels, owners: int
+) -> KeyShares:
+    """The sums of shares of dK and dV of the gathered keys of ``owners`` ranks; the shares arrive
+    in the keys' room."""
     dtype = job.backend.gradient_dtype(key.dtype)
     nothing = 0 in query.shape[:2]  # a rank without rows still takes part
     # Request the room before it holds keys, because it may have to grow. It must not grow for keys
     # once it holds shares either, which could happen if the forward's room was freed.
-    job.ring.mailbox(ROOM, room_bytes(key, value, owners or job.ring.world_size))
+    job.ring.mailbox(ROOM, room_bytes(key, value, owners))
     return KeyShares(key, value, job.geometry, job.ring, dtype, parcels, nothing, ROOM)
 
 
@@ -152,22 +152,6 @@ def _pairs(tiles: tuple[Tile, ...]) -> int:
         if tile.causal
         else tile.query_length * tile.key_length
         for tile in tiles
-    )
-
-
-def _halved(own: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Splits a single tile without a diagonal into two, one for each half of its rows."""
-    if len(own) != 1 or own[0].causal or own[0].query_length < 2:
-        return own
-    (tile,) = own
-    half = tile.query_length // 2
-    return tuple(
-        tile._replace(
-            query_start=tile.query_start + start,
-            query_length=length,
-            query_spans=cut(tile.query_spans, start, length),
-        )
-        for start, length in ((0, half), (half, tile.query_length - half))
     )
 
 

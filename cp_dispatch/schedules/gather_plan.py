@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cp_dispatch.layouts import Geometry, Span, Tile
 from cp_dispatch.layouts.spans import append
 from cp_dispatch.layouts.tiles import cut, tiles
+
+#: For a geometry, a rank and an owner: the pieces of the owner's keys that the rank needs, each
+#: with its place among all pieces.
+Slots = Callable[[Geometry, int, int], tuple[tuple[int, int], ...]]
 
 
 def fits(geometry) -> bool:
@@ -130,15 +135,31 @@ def parcels_of(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
     """Which gradients of ``owner``'s keys ``rank`` computes with gathered keys, in the order in
     which it sends them."""
     plan = plan_of(geometry, rank)
-    size = geometry.key_length(0) // plan.pieces
+    slots = [
+        (plan.pieces - 1 - region, region * geometry.world_size + owner)
+        for region in range(plan.pieces)
+    ]
+    return _parcels(plan.rest, slots, geometry.key_length(0) // plan.pieces)
+
+
+@functools.lru_cache(maxsize=4096)
+def parcels_apart(geometry: Geometry, rank: int, owner: int) -> tuple[Parcel, ...]:
+    """As :func:`parcels_of`, for :func:`plan_apart`."""
+    plan = plan_apart(geometry, rank)
+    found = enumerate(_of_others(geometry, rank))
+    slots = [(piece, i) for i, (_, of, piece) in found if of == owner]
+    return _parcels(plan.rest, slots, geometry.key_length(0) // plan.pieces)
+
+
+def _parcels(rest: tuple[Tile, ...], slots, size: int) -> tuple[Parcel, ...]:
+    """``slots`` are the pieces of one owner, ``size`` keys each, with their places."""
     parcels = []
-    for index, tile in enumerate(plan.rest):
-        for region in range(plan.pieces):
-            slot = (region * geometry.world_size + owner) * size
-            start = max(tile.key_start, slot)
-            length = min(tile.key_start + tile.key_length, slot + size) - start
+    for index, tile in enumerate(rest):
+        for piece, slot in slots:
+            start = max(tile.key_start, slot * size)
+            length = min(tile.key_start + tile.key_length, (slot + 1) * size) - start
             if length > 0:
-                place = (plan.pieces - 1 - region) * size + start - slot
+                place = piece * size + start - slot * size
                 parcels.append(Parcel(index, start - tile.key_start, length, place))
     return tuple(parcels)
 
@@ -160,3 +181,20 @@ def slots_apart(geometry: Geometry, rank: int, owner: int) -> tuple[tuple[int, i
     seen = max((x.key_start + x.key_length for x in plan_apart(geometry, rank).rest), default=0)
     found = enumerate(_of_others(geometry, rank))
     return tuple((piece, i) for i, (_, of, piece) in found if of == owner and i * size < seen)
+
+
+#: For a geometry, a rank and an owner: which gradients of the owner's keys the rank computes.
+Parcels = Callable[[Geometry, int, int], tuple[Parcel, ...]]
+
+
+class Order(NamedTuple):
+    """In which order gathered keys lie: the functions that plan a gather."""
+
+    plan: Callable[[Geometry, int], Plan]
+    slots: Slots
+    parcels: Parcels
+
+
+#: The keys of all ranks, and those of the other ranks by position.
+TOGETHER = Order(plan_of, slots_of, parcels_of)
+APART = Order(plan_apart, slots_apart, parcels_apart)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 
 from torch import Tensor
 
 from cp_dispatch.layouts import Geometry
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.copy_ops import aligned, rows_for
-from cp_dispatch.schedules.gather_plan import plan_of, slots_of
+from cp_dispatch.schedules.gather_plan import Slots, plan_of, slots_of
 from cp_dispatch.schedules.mailbox import Mailbox
 
 #: The mailbox where keys arrive, and later the shares of their gradients.
 ROOM = "keys"
 
 
-#: For a geometry, a rank and an owner: the pieces of the owner's keys that the rank needs, each
-#: with its place among all pieces.
-Slots = Callable[[Geometry, int, int], tuple[tuple[int, int], ...]]
+def is_pushed(key: Tensor, value: Tensor, ring: Ring, owners: int) -> bool:
+    """Whether :func:`gathered_keys` uses copy engines."""
+    return ring.mailbox(ROOM, room_bytes(key, value, owners)) is not None
 
 
 def gathered_keys(

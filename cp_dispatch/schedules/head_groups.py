@@ -7,13 +7,13 @@ in their place. Only one group's gathered keys and shares of gradients are in me
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from torch import Tensor
 
-from cp_dispatch.layouts import Geometry
+from cp_dispatch.layouts import Geometry, Span
 from cp_dispatch.merge import token_major
 from cp_dispatch.schedules.gradients import mask_gradient
+from cp_dispatch.schedules.home import mask_of, narrowed, of_heads
 from cp_dispatch.schedules.job import Job
 
 
@@ -37,9 +37,10 @@ class HeadGroups:
         output = token_major(*query.shape[:3], value.size(-1), like=query, dtype=dtype)
         logsumexp = query.new_empty(query.shape[:3], dtype=lse_dtype)
         for own, rows, keys in self._each(job, query, key):
-            out, lse = self._schedule.forward(own, query[:, rows], key[:, keys], value[:, keys])
-            output[:, rows].copy_(out)
-            logsumexp[:, rows].copy_(lse)
+            of_keys = (narrowed(x, keys) for x in (key, value))
+            out, lse = self._schedule.forward(own, narrowed(query, rows), *of_keys)
+            narrowed(output, rows).copy_(out)
+            narrowed(logsumexp, rows).copy_(lse)
             del out, lse  # or the next group's would be allocated in addition
         return output, logsumexp
 
@@ -60,22 +61,20 @@ class HeadGroups:
         dk, dv = (token_major(*x.shape, like=x) if key_grad else None for x in (key, value))
         grad_mask = mask_gradient(job.mask, query.dtype) if mask_grad else None
         for own, rows, keys in self._each(job, query, key):
-            of_rows = (x[:, rows] for x in (output, logsumexp))
-            grads = self._schedule.backward(
-                own, grad_output[:, rows], query[:, rows], key[:, keys], value[:, keys], *of_rows,
-                key_grad, mask_grad,
-            )  # fmt: skip
-            dq[:, rows].copy_(grads[0])
+            go, q, out, lse = (narrowed(x, rows) for x in (grad_output, query, output, logsumexp))
+            k, v = (narrowed(x, keys) for x in (key, value))
+            grads = self._schedule.backward(own, go, q, k, v, out, lse, key_grad, mask_grad)
+            narrowed(dq, rows).copy_(grads[0])
             if key_grad:
-                dk[:, keys].copy_(grads[1])
-                dv[:, keys].copy_(grads[2])
+                narrowed(dk, keys).copy_(grads[1])
+                narrowed(dv, keys).copy_(grads[2])
             if mask_grad:
-                _heads(grad_mask, rows).add_(grads[3])
+                mask_of(grad_mask, rows).add_(grads[3])
             del grads
         return dq, dk, dv, grad_mask
 
-    def _each(self, job: Job, query: Tensor, key: Tensor) -> Iterator[tuple[Job, slice, slice]]:
-        """Each group's job, and the slices of its query heads and key heads."""
+    def _each(self, job: Job, query: Tensor, key: Tensor) -> Iterator[tuple[Job, Span, Span]]:
+        """Each group's job, query heads and key heads."""
         key_heads = key.size(1)
         shared = query.size(1) // max(1, key_heads)
         for group in range(self._groups):
@@ -84,19 +83,8 @@ class HeadGroups:
             start, end = (x * key_heads // self._groups for x in (group, group + 1))
             if start == end:
                 continue
-            rows = slice(start * shared, end * shared)
-            own = job
-            if job.mask is not None:
-                own = replace(own, mask=_heads(job.mask, rows))
-            if job.dropout is not None:
-                first = job.dropout.head_start + rows.start
-                own = replace(own, dropout=replace(job.dropout, head_start=first))
-            yield own, rows, slice(start, end)
-
-
-def _heads(mask: Tensor, heads: slice) -> Tensor:
-    """Some heads of a mask, or of its gradient; a head dim of 1 stays."""
-    return mask if mask.size(1) == 1 else mask[:, heads]
+            rows = Span(start * shared, (end - start) * shared)
+            yield of_heads(job, rows), rows, Span(start, end - start)
 
 
 def groups_for(key_heads: int, size: int, room: int) -> int:

@@ -7,17 +7,19 @@ is rounded in between. A rank sends about as much as in a reduce-scatter of the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
-from cp_dispatch.layouts import Geometry
+from cp_dispatch.layouts import Geometry, Span
 from cp_dispatch.merge import token_major
 from cp_dispatch.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
 from cp_dispatch.schedules.gradients import KeyShare
+from cp_dispatch.schedules.home import narrowed
 from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.pair import Pair
 
@@ -41,7 +43,8 @@ class KeyShares:
         # also a rank that has no shares for others, because it may receive shares.
         self._row = 0 if nothing or not (key.numel() and value.numel()) else self._pair.numel(1)
         self._is_open, self._work = False, None
-        self._shares: list[KeyShare] = []
+        # Of the shares that were sent, those of own keys.
+        self._kept: list[KeyShare] = []
         # The key of a cache: everything that determines the places of shares.
         self._like = geometry, parcels, key.shape, value.shape, dtype, self._row
         #: The mailbox in which the shares of this rank's keys arrive; None if collectives move
@@ -58,16 +61,18 @@ class KeyShares:
             self._is_open = True
 
     def start(self, shares: list[KeyShare]) -> None:
-        """Start sending the shares of all tiles of gathered keys, in their order."""
-        self._shares = shares if self._row else []
+        """Start sending the shares of all tiles of gathered keys, in their order. Once sent, those
+        of other ranks' keys are freed."""
+        shares = shares if self._row else []
+        self._kept = [shares[parcel.tile] for parcel in self.own]
         if self.box is None:
-            self._send_in_one_message()
+            self._send_in_one_message(shares)
             return
-        sources = rows_for(x for share in self._shares for x in (share.dk, share.dv))
+        sources = rows_for(x for share in shares for x in (share.dk, share.dv))
         self.box.push_rows(sources, self.moves(), opens=not self._is_open)
 
-    def _send_in_one_message(self) -> None:
-        shares, pair, plan = self._shares, self._pair, self._plan
+    def _send_in_one_message(self, shares: list[KeyShare]) -> None:
+        pair, plan = self._pair, self._plan
         sizes, coming = ([n * self._row for n in x] for x in (plan.sent, plan.coming))
         send, received = (
             self._key.new_empty(sum(x), dtype=pair.dtype) for x in (sizes, coming)
@@ -82,26 +87,29 @@ class KeyShares:
         self._arrived = self._views(received)
         self._work = self._ring.exchange_all(send, sizes, received, coming)
 
-    def finish(self, shares: list[KeyShare]) -> tuple[Tensor, Tensor]:
-        """dK and dV of this rank's own keys, including the given shares that it computed with its
-        own keys, in their dtype, token-major."""
+    def finish(self, shares: Mapping[Span, list[KeyShare]]) -> tuple[Tensor, Tensor]:
+        """dK and dV of this rank's own keys, in their dtype, token-major. ``shares``: what it
+        computed with its own keys, by heads, with the same rows for all heads; if it has any, of
+        every head."""
         if self.box is not None:
             self.box.wait()
             self._arrived = self.coming()
         else:
             self._work.wait()
         self._work = None
-        own = (self._shares[parcel.tile] for parcel in self.own)
-        parts = [*shares, *own, *self._arrived]
-        places = (
-            *((share.start, share.dk.size(2), 0) for share in shares),
-            *self.places(self._arrived),
-        )
-        totals = tuple(token_major(*x.shape, like=x) for x in (self._key, self._value))
-        add_up(totals, ([x.dk for x in parts], [x.dv for x in parts]), places)
+        everywhere = [*self._kept, *self._arrived]
+        results = tuple(token_major(*x.shape, like=x) for x in (self._key, self._value))
+        totals, parts, places = [], [], ()
+        for heads, own in (shares or {Span(0, self._key.size(1)): []}).items():
+            for index, result in enumerate(results):
+                totals.append(narrowed(result, heads))
+                parts.append([x[index] for x in own])
+                parts[-1] += [narrowed(x[index], heads) for x in everywhere]
+            places = tuple((share.start, share.dk.size(2), 0) for share in own)
+        add_up(totals, parts, places + self.places(self._arrived))
         if self.box is not None:
             self.box.release()
-        return totals
+        return results
 
     @property
     def own(self) -> tuple[Parcel, ...]:

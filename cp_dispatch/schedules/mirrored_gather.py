@@ -11,11 +11,11 @@ of the two takes the first half of its own rows and the second half of its mirro
 
 Queries and keys arrive while a rank computes with its own keys. Then it computes the mirror's rows,
 whose partial outputs go back while it computes its own rows; their owner merges them. Rank 0, whose
-rows see no keys of other ranks, saves a part of its own keys for this time.
+rows see no keys of other ranks, saves some of its own rows for this time.
 
 The backward computes the same, with the mirror's rows of four tensors. Their dQ goes back like
-partial outputs, and the shares of dK and dV go to the keys' owners, while each rank computes with
-the rest of its own keys.
+partial outputs, and the shares of dK and dV go to the keys' owners, while each rank does the second
+part of the work with its own keys (:mod:`home`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from cp_dispatch.schedules.gather import shares_of_keys
 from cp_dispatch.schedules.gather_plan import Parcel
 from cp_dispatch.schedules.gathered import gathered_keys
 from cp_dispatch.schedules.half_swap import Swap
+from cp_dispatch.schedules.home import Gradients, divided
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.ranges import part
 
 
 class Shares(NamedTuple):
-    """The tiles of a rank, in order."""
+    """The tiles of a rank."""
 
-    #: Its rows with its own keys, before and after the work that other ranks wait for.
-    early: tuple[Tile, ...] = ()
+    #: Its rows with its own keys; in a forward, those that other ranks wait for, and the others.
+    home: tuple[Tile, ...] = ()
     late: tuple[Tile, ...] = ()
     #: With gathered keys: the mirror's rows (counted from their first), and its own rows.
     mirrors: tuple[Tile, ...] = ()
@@ -53,7 +54,7 @@ class Shares(NamedTuple):
     @property
     def of_rows(self) -> tuple[Tile, ...]:
         """All of this rank's rows."""
-        return self.early + self.late + self.own + self.given
+        return self.home + self.late + self.own + self.given
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,17 +72,15 @@ def shares_of(geometry: Geometry, rank: int, backward: bool) -> Shares:
     def at_home(start: int, rows: Span) -> tuple[Tile, ...]:
         return _moved(tiles((rows,), (whole,), True, whole.position), start)
 
-    early, late = at_home(0, whole), ()
-    if backward:
-        late, *diagonal = at_home(half, second)
-        early, late = at_home(0, first) + tuple(diagonal), (late,)
-    elif rank == 0:
-        early, late = at_home(half, second), at_home(0, first)
+    home, late = at_home(0, whole), ()
+    if rank == 0 and not backward:
+        # With fewer late rows, the partial results of the others take more memory.
+        home, late = at_home(half, second), at_home(0, first)
     if mirror == rank:
-        return Shares(early, late, own=with_keys_before(rank, 0, whole))
+        return Shares(home, late, own=with_keys_before(rank, 0, whole))
     theirs = Span(mirror * whole.length + half, half)
     return Shares(
-        early,
+        home,
         late,
         with_keys_before(mirror, 0, theirs),
         with_keys_before(rank, 0, first),
@@ -129,7 +128,7 @@ class _MirroredGather:
         shares, value_dim = mine.shares, value.size(-1)
         result = OutputAccumulator(query, value_dim, shares.of_rows, dtype, lse_dtype)
         with keys.coming(), part("gather[home]"):
-            forward_block(job, query, key, value, shares.early, result)
+            forward_block(job, query, key, value, shares.home, result)
         with part("gather[mirror]"):
             gathered = keys.wait()
             if shares.mirrors:
@@ -167,21 +166,22 @@ class _MirroredGather:
         mask_grad: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """As :func:`cp_dispatch.schedules.ring.backward`; there is no mask."""
-        mine = _Mine(job, query, True)
-        sums = None
+        mine, sums = _Mine(job, query, True), None
         if key_grad:
             sums = shares_of_keys(job, query, key, value, parcels_before, mine.owners)
         tensors = grad_output, query, output, logsumexp
         rows, swap = Rows(*tensors), mine.swap(*tensors)
         keys = gathered_keys(key, value, job.geometry, job.ring, slots_before, mine.owners)
         shares, dtype = mine.shares, job.backend.gradient_dtype(query.dtype)
-        query_grad = QueryGradient(query, shares.of_rows)
+        home = divided(job, shares.home, query, key)
+        grads = Gradients(query, home)
 
         def block(rows, keys, tiles, into):
             return backward_block(job, rows, *keys, tiles, into, None)
 
         with keys.coming(), part("gather_backward[home]"):
-            own = block(rows, (key, value), shares.early, query_grad)
+            for work in home[:1]:
+                grads.compute(work, rows, key, value, None)
         with part("gather_backward[mirror]"):
             gathered, of_others = keys.wait(), []
             if shares.mirrors:
@@ -196,19 +196,21 @@ class _MirroredGather:
             back = mine.swap_back(*partial)
             del partial
         with part("gather_backward[gathered]"):
-            of_others += block(rows, gathered, shares.own, query_grad)
+            of_others += block(rows, gathered, shares.own, grads)
             keys.release()
             del gathered
         if sums is not None:
             sums.start(of_others)
         del of_others
         with part("gather_backward[home]"):
-            own += block(rows, (key, value), shares.late, query_grad)
+            for work in home[1:]:
+                grads.compute(work, rows, key, value, None)
         for tile in shares.given:
-            query_grad.add(*back.wait(), tile)
+            grads.add(*back.wait(), tile)
+        dq = grads.finish()
         back.release()
-        dk, dv = sums.finish(own) if sums is not None else (None, None)
-        return query_grad.finish(), dk, dv, None
+        dk, dv = sums.finish(grads.of_keys) if sums is not None else (None, None)
+        return dq, dk, dv, None
 
 
 class _Mine:

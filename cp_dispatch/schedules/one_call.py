@@ -104,7 +104,7 @@ def backward(
     sums.start([KeyShare(dk, dv, 0, None)])
     del dk, dv
     dq = to_token_major(dq, query.dtype)
-    return dq, *sums.finish([]), None
+    return dq, *sums.finish({}), None
 
 
 def _is_empty(query: Tensor) -> bool:

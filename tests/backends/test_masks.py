@@ -124,6 +124,22 @@ def test_rows_that_see_nothing_give_zeros_and_no_nan(backend, name, rows, kind):
 
 @pytest.mark.parametrize("kind", ["bool", "bias"])
 @pytest.mark.parametrize("backend", CPU)
+def test_rows_that_see_keys_with_low_scores_in_other_blocks_only(backend, kind):
+    """exp(-logsumexp) is infinite here."""
+    case = CASES["plain"]
+    (query, key, value, grad_output), rows = case.tensors(), slice(3, 6)
+    mask = blinded(case.mask("whole", kind), rows)
+    kernel = BACKENDS[backend]
+    out, lse = kernel.forward(query, key, value, mask, False, case.scale)
+    lse[:, :, rows] = -1e3
+    out = out.to(kernel.output_dtype(query.dtype))
+    *grads, _ = kernel.backward(grad_output, query, key, value, out, lse, mask, False, case.scale)
+    assert (grads[0][:, :, rows] == 0).all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("backend", CPU)
 def test_keys_that_nobody_sees_get_no_gradient_whatever_they_hold(backend, kind):
     case = CASES["plain"]
     tensors, mask = case.tensors(), case.mask("whole", kind)

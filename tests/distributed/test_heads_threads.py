@@ -332,9 +332,11 @@ def test_layouts_of_batch_rows_that_other_ranks_hold(monkeypatch, ranks, pushed)
     assert rooms is None or rooms.used
 
 
-@pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2"])
+@pytest.mark.parametrize("schedule", ["ulysses", "hybrid:2", "gather"])
 @pytest.mark.parametrize("kind", ["natural", "head-tail"])
 def test_dropout_drops_the_same_pairs(monkeypatch, kind, schedule):
+    if schedule == "gather":
+        Rooms(monkeypatch)
     # Ranks in threads share a generator; processes draw one seed because each has its own.
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(1234))
     problem = Problem(heads=4, key_heads=2, length=48, dim=8, causal=True, dtype=torch.float64)

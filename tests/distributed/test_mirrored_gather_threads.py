@@ -47,7 +47,7 @@ def test_every_pair_is_computed_once_and_all_have_as_many(world_size, backward):
         shares = shares_of(geometry, rank, backward)
         computed = [
             pairs(tile.query_spans, tile.key_spans, tile.causal)
-            for tile in (*shares.early, *shares.late, *shares.mirrors, *shares.own)
+            for tile in (*shares.home, *shares.late, *shares.mirrors, *shares.own)
         ]
         found += computed
         work.append(sum(map(len, computed)))
@@ -84,7 +84,7 @@ def log(monkeypatch):
         start(self, *args)
 
     def note(query, key, causal):
-        sizes = query.size(2), key.size(2)
+        sizes = query.size(1), query.size(2), key.size(2)
         found[dist.get_rank()].append((*sizes, "causal") if causal else sizes)
 
     def computes(self, query, key, value, mask, causal, *args):
@@ -116,19 +116,26 @@ def log(monkeypatch):
 def test_what_moves_is_hidden_and_nobody_sends_what_is_not_computed(log):
     """Each rank still has a kernel to run when it sends."""
     send, take, both = ("send", ""), ("", "take"), ("send", "take")
-    home, diagonal, full = (SHARD, SHARD, "causal"), (HALF, HALF, "causal"), (HALF, HALF)
+    home, diagonal, full = (
+        (2, SHARD, SHARD, "causal"), (2, HALF, HALF, "causal"), (2, HALF, HALF)
+    )  # fmt: skip
+
+    def gathered(shards):
+        return 2, HALF, shards * SHARD
+
     assert {rank: x[: x.index("backward")] for rank, x in log.items()} == {
-        0: [take, full, diagonal, (HALF, 3 * SHARD), send, diagonal],
-        1: [both, home, (HALF, 2 * SHARD), both, (HALF, SHARD)],
-        2: [both, home, (HALF, SHARD), both, (HALF, 2 * SHARD)],
-        3: [send, home, take, (HALF, 3 * SHARD)],
+        0: [take, full, diagonal, gathered(3), send, diagonal],
+        1: [both, home, gathered(2), both, gathered(1)],
+        2: [both, home, gathered(1), both, gathered(2)],
+        3: [send, home, take, gathered(3)],
     }
-    half, last = [diagonal] * 2, ["dK, dV", full]
+    half = (1, *home[1:])  # one of the two heads
+    last = ["dK, dV", half]
     assert {rank: x[x.index("backward") + 1 :] for rank, x in log.items()} == {
-        0: [take, *half, (HALF, 3 * SHARD), send, *last],
-        1: [both, *half, (HALF, 2 * SHARD), both, (HALF, SHARD), *last],
-        2: [both, *half, (HALF, SHARD), both, (HALF, 2 * SHARD), *last],
-        3: [send, *half, take, (HALF, 3 * SHARD), *last],
+        0: [take, half, gathered(3), send, *last],
+        1: [both, half, gathered(2), both, gathered(1), *last],
+        2: [both, half, gathered(1), both, gathered(2), *last],
+        3: [send, half, take, gathered(3), *last],
     }
 
 

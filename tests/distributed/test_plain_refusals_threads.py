@@ -9,9 +9,11 @@ import io
 import pickle
 import types
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -21,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.parallel import DistributedDataParallel
 
 import cp_dispatch
 from cp_dispatch import ContextParallel, ContextParallelError, HeadTail, context_parallel
@@ -106,7 +109,7 @@ def test_what_ranks_have_to_tell_each_other_is_refused_in_traces():
                 attend(x, x, x, keys)
             attend(x, x, x)
         with context_parallel(mesh, buffers=[torch.zeros(7)], buffer_seq_dims=[0], balancer=None):
-            with pytest.raises(ContextParallelError, match="cannot trace; pad the buffers"):
+            with pytest.raises(ContextParallelError, match="cannot trace; pad the sequence"):
                 attend(x, x, x)
 
 
@@ -205,6 +208,39 @@ def test_uneven_shards_are_checked_where_lengths_are_uneven():
     on_mesh(2, body)
 
 
+class Rotated(nn.Module):
+    """Uses a table of all positions, as one of RoPE."""
+
+    def __init__(self, attend=F.scaled_dot_product_attention):
+        super().__init__()
+        self.project, self.attend = nn.Linear(8, 8), attend
+        self.register_buffer("table", torch.zeros(16, 8))
+
+    def forward(self, x):
+        x = self.project(x) + self.table
+        return self.attend(x, x, x)
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers`")
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, flex_attention])
+def test_shards_that_ddp_overwrites(attend):
+    """DDP gave all ranks the first rank's shard of a module's buffers, without a trace."""
+    with fake_ranks(2) as mesh, torch.no_grad():
+        for options in ({}, {"broadcast_buffers": False}):
+            model = DistributedDataParallel(Rotated(attend), **options)
+            x = torch.zeros(1, 2, 16, 8)
+            buffers = [x, model.module.table]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 0]):
+                if options:
+                    assert model(x).shape == (1, 2, 8, 8)
+                else:
+                    with pytest.raises(ContextParallelError, match="copied one rank's .* table"):
+                        model(x)
+        alone = DistributedDataParallel(Rotated(attend), process_group=dist.new_group([0]))
+        with context_parallel(mesh, buffers=[x, alone.module.table], buffer_seq_dims=[2, 0]):
+            alone(x)
+
+
 # -- The style --------------------------------------------------------------------------------
 
 
@@ -218,6 +254,11 @@ class WithMore(Attention):
 
     def forward(self, *inputs, more):
         return super().forward(*inputs), more
+
+
+class Sizes(NamedTuple):
+    of_rows: torch.Tensor
+    heads: int
 
 
 class Flat(Attention):
@@ -482,6 +523,38 @@ def test_style_leaves_tensors_without_its_dim_alone():
     on_mesh(2, body)
 
 
+def test_tuples_of_every_type_keep_it():
+    found = torch.zeros(2, 3).max(1)
+    given = found, torch.Size([2, 3]), Sizes(torch.zeros(2), 4)
+
+    def body(mesh):
+        own = [distribute(x, mesh, [Shard(2)]) for x in sequences(16)]
+        module = parallelize_module(WithMore(), mesh, ContextParallel())
+        for inputs in ([x.to_local() for x in own], own):
+            _, got = module(*inputs, more=given)
+            assert [type(x) for x in got] == [type(x) for x in given]
+            assert got[0].values is found.values and got[1:] == given[1:]
+
+    on_mesh(2, body)
+
+
+@pytest.mark.parametrize("given, keywords", [
+    ((), {}), ((None, True), {}), ((), {"need_weights": True}),
+    ((None, False), {}), ((), {"need_weights": False}),
+])  # fmt: skip
+def test_attention_weights_are_refused_in_the_style(given, keywords):
+    """They are made without scaled_dot_product_attention, and would be of the shard alone."""
+    x = sequences(16)[0][0]
+    with fake_ranks(2) as mesh, torch.no_grad():
+        style = ContextParallel(seq_dim=1)
+        module = parallelize_module(nn.MultiheadAttention(8, 2, batch_first=True), mesh, style)
+        if False in (*given, *keywords.values()):
+            assert module(x, x, x, *given, **keywords)[0].shape == x.shape
+        else:
+            with pytest.raises(ContextParallelError, match="pass need_weights=False"):
+                module(x, x, x, *given, **keywords)
+
+
 def test_style_refusals():
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
@@ -512,6 +585,12 @@ def test_style_refusals():
     on_mesh(2, body)
     for kind in ("flex", TorchsType.FLEX):
         assert ContextParallel(attention_type=kind).attention_type == "flex"
+    with fake_ranks(2) as mesh:
+        for kind in (nn.ModuleList([Attention()]), nn.ModuleDict(), nn.Module()):
+            with pytest.raises(ContextParallelError, match="has no forward"):
+                parallelize_module(kind, mesh, ContextParallel())
+        with pytest.raises(ContextParallelError, match="of Linear, a TorchScript module"):
+            parallelize_module(torch.jit.script(nn.Linear(2, 2)), mesh, ContextParallel())
     with pytest.raises(ContextParallelError, match="attention_type must be"):
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):

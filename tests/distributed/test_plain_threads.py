@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -97,6 +98,29 @@ def test_a_given_balancer():
     judge(Problem(length=64, dim=16, causal=True), 4, balancer=HeadTail(64, 4), buffers=False)
 
 
+class Attention(nn.Module):
+    def forward(self, *inputs):
+        return F.scaled_dot_product_attention(*inputs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_given_balancer_says_that_shards_are_uneven(causal):
+    problem, balancer = Problem(length=61, dim=16, causal=causal), HeadTail(61, 4)
+    judge(problem, 4, balancer=balancer, buffers=False)
+    query = problem.tensors()[0]
+
+    def body(mesh):
+        module = parallelize_module(
+            Attention(), mesh, cp_dispatch.ContextParallel(balancer=balancer)
+        )
+        own = cp_dispatch.shard(mesh, query, 2, balancer)
+        got = cp_dispatch.unshard(mesh, module(own, own, own), 2, balancer)
+        want = F.scaled_dot_product_attention(query, query, query)
+        torch.testing.assert_close(got, want)
+
+    on_mesh(4, body)
+
+
 def test_the_order_without_buffers():
     for balancer in ("head-tail", None):
         judge(Problem(length=44, dim=16, causal=True), 2, balancer=balancer, buffers=False)
@@ -112,6 +136,52 @@ def test_the_order_without_buffers():
             ):
                 with pytest.raises(ContextParallelError, match="order of the shards is unknown"):
                     F.scaled_dot_product_attention(*own, **options)
+
+    on_mesh(2, body)
+
+
+@pytest.mark.parametrize("frames", [6, 8])  # of which 4 ranks hold 3 (natural order) and head-tail
+def test_tokens_made_from_a_buffer_are_in_its_order(frames):
+    patches = torch.randn(1, 2, frames, 4, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(x):
+        tokens = x.flatten(2, 3)
+        return F.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
+
+    want = attend(patches)
+
+    def body(mesh):
+        own = patches.clone()
+        with context_parallel(mesh, buffers=[own], buffer_seq_dims=[2]):
+            (got,) = cp_dispatch.context_parallel_unshard(mesh, [attend(own)], [2])
+        torch.testing.assert_close(got, want)
+
+    on_mesh(2, body)
+
+
+def test_an_order_that_buffers_do_not_tell():
+    """It was guessed from the length: a gather of such a sequence permuted it."""
+    query, key, value = sequences(16)
+    want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def body(mesh):
+        rank, unknown = mesh.get_local_rank(), "of other lengths do not tell in which order"
+        own = [x.chunk(2, 2)[rank] for x in (query, key, value)]
+        short, long = torch.zeros(2), torch.zeros(12)  # in natural and in head-tail order
+        with context_parallel(mesh, buffers=[short.clone()], buffer_seq_dims=[0]):
+            got = F.scaled_dot_product_attention(*own, is_causal=True)  # natural, as the buffer
+        torch.testing.assert_close(got, want.chunk(2, 2)[rank])
+        for buffers, rows in (([short, long], 8), ([long], 7)):
+            given = [x[:, :, :rows] for x in own]
+            buffers = [x.clone() for x in buffers]
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0] * len(buffers)):
+                F.scaled_dot_product_attention(*given)  # needs no order
+                with pytest.raises(ContextParallelError, match=unknown):
+                    F.scaled_dot_product_attention(*given, is_causal=True)
+                with pytest.raises(ContextParallelError, match=unknown):
+                    cp_dispatch.context_parallel_unshard(mesh, given, [2] * 3)
+        with context_parallel(mesh), pytest.raises(ContextParallelError, match="without buffers"):
+            cp_dispatch.context_parallel_unshard(mesh, own, [2] * 3)
 
     on_mesh(2, body)
 
@@ -415,6 +485,32 @@ def test_a_graph_from_before_the_block_does_not_find_the_shard():
     on_mesh(2, body)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_write_to_the_output_in_a_checkpoint_is_found(copies):
+    """Gradients were silently wrong, as they are with torch's attention, because autograd does not
+    check what hooks keep. A hook's copy is not written to."""
+
+    def step(query):
+        return F.scaled_dot_product_attention(query, query, query).mul_(2).square()
+
+    def body(mesh):
+        own = sequences(16)[0].chunk(2, 2)[mesh.get_local_rank()].requires_grad_()
+        with context_parallel(mesh, balancer=None):
+            if copies:
+                with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+                    step(own).sum().backward()
+                assert torch.equal(own.grad, want(mesh, own))
+            else:
+                with pytest.raises(RuntimeError, match="inplace operation: the output"):
+                    checkpoint(step, own, use_reentrant=False).sum().backward()
+
+    def want(mesh, own):
+        out = F.scaled_dot_product_attention(own, own, own)
+        return torch.autograd.grad((out * 2).square().sum(), own)[0]
+
+    on_mesh(2, body)
+
+
 @pytest.mark.parametrize("schedule", ["ring", "gather", "ulysses"])
 @pytest.mark.parametrize("ndim", [4, 3])
 def test_the_output_may_be_written_to_in_place(schedule, ndim):
@@ -530,11 +626,6 @@ def test_a_style_is_for_more_than_one_world():
     """Meshes of the same ranks are equal, and it took the groups of the first one."""
     query, key, value = sequences(16)
     want = F.scaled_dot_product_attention(query, key, value).chunk(2, 2)
-
-    class Attention(nn.Module):
-        def forward(self, *inputs):
-            return F.scaled_dot_product_attention(*inputs)
-
     styles = [cp_dispatch.ContextParallel(balancer=None) for _ in range(4)]
 
     def body(groups: int, rank: int) -> None:

@@ -74,6 +74,13 @@ def test_layouts(rooms, kind, schedule, world_size):
     judge(rooms, problem, world_size, "cpu_flash", schedule, kind)
 
 
+@pytest.mark.parametrize("kind", [None, "head-tail"])
+@pytest.mark.parametrize("heads, key_heads", [(4, 1), (6, 3), (1, 1)])
+def test_heads_of_which_a_gather_computes_a_part_at_a_time(rooms, heads, key_heads, kind):
+    problem = Problem(heads=heads, key_heads=key_heads, length=48, dim=8, value_dim=16, causal=True)
+    judge(rooms, problem, 3, "math", "gather", kind, twice=False)
+
+
 @pytest.mark.parametrize("schedule", ["natural_ring", "gather"])
 @pytest.mark.parametrize("mask", [Mask("bhqk"), Mask("1hqk", None, blind=True)], ids=str)
 def test_masks(rooms, mask, schedule):

@@ -9,6 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.flex import mask_job
+from cp_dispatch.flex.bring_and_cut import SCHEMA as BRING_AND_CUT
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple
@@ -74,6 +77,45 @@ def test_bring(length):
         assert torch.equal(got, want) and got.stride() == want.stride()
 
 
+@pytest.mark.parametrize("layout", ["", HeadTail(37, 2).text])
+def test_bring_and_cut(layout):
+    """The results of both ops; where the mask is known, its rows are not copied."""
+    own = arguments(16, True)
+    torch.library.opcheck(
+        OPS.flex_bring_and_cut.default, (*keys(16), *own, True, False), test_utils=CHECKS
+    )
+
+    def body(rank: int) -> None:
+        mask = list(arguments(37, True, layout, rank, 2))
+        mask[10] = ring_group_name(init_device_mesh("cpu", (2,)), (0,))
+        tensors = keys(MaskJob(*mask).keys.rows(rank))
+        with torch.inference_mode():  # leaves nothing that a backward could not use
+            OPS.flex_bring_and_cut(*tensors, *mask, True, bool(layout))
+        brought, lists = OPS.flex_bring_and_cut(*tensors, *mask, True, bool(layout))
+        assert torch.equal(brought, OPS.flex_bring(*tensors, *mask, True, False))
+        want = OPS.flex_cut(*mask, -1, bool(layout))
+        assert torch.equal(lists, want) and want.data_ptr() != lists.data_ptr()
+        assert not lists.is_inference()
+        again = OPS.flex_bring_and_cut(*tensors, *mask, True, bool(layout))[1]
+        assert again.data_ptr() == lists.data_ptr()
+        mask[0].zero_()  # all partial blocks go
+        assert not torch.equal(OPS.flex_bring_and_cut(*tensors, *mask, True, False)[1], want)
+
+    run_threads(2, body)
+
+
+def test_a_mask_takes_one_place_of_what_is_kept(monkeypatch):
+    """Whatever its ops find out."""
+    known = Kept()
+    monkeypatch.setattr(mask_job, "kept", known)
+    mask, tensors = arguments(16, True), keys(16)
+    OPS.flex_cut(*mask, -1, False)
+    OPS.flex_bring(*tensors, *mask, True, False)
+    OPS.flex_bring_and_cut(*tensors, *mask, True, False)
+    OPS.flex_bring_back(*tensors, *tensors, *mask)
+    assert len(known._entries) == 1
+
+
 def test_order_and_apart():
     for which, part in ((0, [0, 2]), (1, [1, 1]), (-1, [0, 2]), (-2, [0, 2])):
         layout = PerDocumentHeadTail([[7, 30], [30, 7]], 2)
@@ -122,6 +164,6 @@ def test_fakes_of_groups(layout):
 
 
 def test_every_op_waits_for_the_host_and_says_so():
-    for schema in (*SCHEMAS, *GROUP_SCHEMAS):
+    for schema in (*SCHEMAS, *GROUP_SCHEMAS, BRING_AND_CUT):
         op = getattr(OPS, schema.split("(")[0]).default
         assert torch.Tag.cudagraph_unsafe in op.tags

@@ -8,7 +8,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +36,11 @@ OPS = torch.ops.cp_dispatch
 
 def causal(b, h, q, k):
     return q >= k
+
+
+class Attend(nn.Module):
+    def forward(self, query, key, value, **options):
+        return flex_attention(query, key, value, **options)
 
 
 def mask_of(length: int, batch=None, heads=None):
@@ -314,6 +321,28 @@ def test_explain_of_shards_in_a_block(length, rows):
     assert whole.rows_sent == (32, length - 32)
     assert other.handler == "refused" and "as one of the buffers" in str(other)
     assert no_order.handler == "refused" and "order of the shards is" in str(no_order)
+
+
+@pytest.mark.parametrize("lengths", [(6, 8), (8, 6), (8, 16)])
+def test_queries_and_keys_in_different_orders_are_refused_in_a_block(lengths):
+    """Keys in head-tail order were taken as in natural order if the queries were."""
+    whole = [torch.randn(1, 2, n, 8) for n in (lengths[0], lengths[1], lengths[1])]
+    mask, own = (
+        create_block_mask(causal, None, None, *lengths, "cpu", BLOCK_SIZE=4) for _ in range(2)
+    )
+    with fake_ranks(2) as mesh:
+        style = cp_dispatch.ContextParallel(attention_type="flex")
+        module = parallelize_module(Attend(), mesh, style)
+        with (
+            pytest.warns(match="cut it to the sequence"),
+            cp_dispatch.context_parallel(
+                mesh, buffers=[*whole, own], buffer_seq_dims=[2] * 3 + [0]
+            ),
+        ):
+            assert cp_dispatch.explain_flex(*whole, own).handler == "refused"
+            for call, given in ((flex_attention, own), (module, mask)):
+                with pytest.raises(ContextParallelError, match="queries are in the order"):
+                    call(*whole, block_mask=given)
 
 
 def test_explain_in_a_layout_of_each_batch_row():

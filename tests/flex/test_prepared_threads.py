@@ -247,8 +247,10 @@ def python_calls(function) -> int:
     return count
 
 
-# For an op that cuts, one that brings keys, and one that brings gradients back.
-MOST_CALLS = {"natural": (4, 17, 21), "head-tail": (4, 17, 25), "blocks": (4, 27, 27)}
+# For an op that cuts, one that brings keys, one that does both, and one that brings gradients back.
+MOST_CALLS = {
+    "natural": (6, 16, 16, 21), "head-tail": (6, 16, 16, 23), "blocks": (6, 22, 22, 20),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
@@ -263,6 +265,7 @@ def test_what_is_known_takes_little_python(monkeypatch, order):
         calls = {
             "cut": lambda: OPS.flex_cut(*arguments, -1, False),
             "bring": lambda: OPS.flex_bring(key, value, *arguments, False, False),
+            "both": lambda: OPS.flex_bring_and_cut(key, value, *arguments, False, False),
             "back": lambda: OPS.flex_bring_back(*grads, key, value, *arguments),
         }
         for most, call in zip(MOST_CALLS[order], calls.values(), strict=True):
