@@ -8,13 +8,10 @@ saved tensor, so no op depends on the enabled options.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_dispatch import recomputed
 from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompiled
@@ -136,9 +133,11 @@ def _autograd(name: str):
         @staticmethod
         @run_uncompiled
         def forward(ctx, query, key, value, attn_mask, dropout_seed, *options):
-            tensors = query, key, value, attn_mask, dropout_seed
-            with below_autograd(), _plain_replicated(query, attn_mask):
-                output, logsumexp = forward_op(name)(*tensors, *options)
+            with below_autograd():
+                mask = _on_mesh(query, attn_mask)
+                output, logsumexp = forward_op(name)(
+                    query, key, value, mask, dropout_seed, *options
+                )
             ctx.save_for_backward(query, key, value, output, logsumexp, attn_mask, dropout_seed)
             recomputed.watch(output)
             ctx.mask_version = recomputed.version_of_local(attn_mask)
@@ -165,10 +164,10 @@ def _autograd(name: str):
                     for x, need in zip(inputs, needs, strict=True)
                 )
                 return (*zeros, *rest)
-            with _plain_replicated(grad_output, saved[5]):
-                grads = backward_op(name)(
-                    grad_output, *saved, *ctx.options, needs[1] or needs[2], needs[3]
-                )
+            tensors = *saved[:5], _on_mesh(grad_output, saved[5]), saved[6]
+            grads = backward_op(name)(
+                grad_output, *tensors, *ctx.options, needs[1] or needs[2], needs[3]
+            )
             stay_in_backward(backward_op(name))
             keep_in_graph(grads[0], saved[:2], backward=True)
             grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
@@ -180,8 +179,8 @@ def _autograd(name: str):
     def autograd_kernel(*args):
         if torch.is_grad_enabled() and _any_needs_grad(args):
             return RingAttention.apply(*args)
-        with below_autograd(), _plain_replicated(args[0], args[3]):
-            return forward_op(name)(*args)
+        with below_autograd():
+            return forward_op(name)(*args[:3], _on_mesh(args[0], args[3]), *args[4:])
 
     return autograd_kernel
 
@@ -195,12 +194,13 @@ def _placed_like(grad: Tensor, mask: Tensor) -> Tensor:
     return grad.to(mask.dtype)
 
 
-def _plain_replicated(query: Tensor, mask: Tensor | None):
-    """Let DTensor treat a plain mask as replicated. Only used in traces, because the flag is
-    global; in eager mode the mask already is a DTensor."""
+def _on_mesh(query: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A plain mask beside DTensors as a replicated DTensor. Only in traces; in eager mode it is one
+    already. Torch's ``implicit_replication`` fails for symbolic sizes."""
     if isinstance(query, DTensor) and mask is not None and not isinstance(mask, DTensor):
-        return implicit_replication()
-    return contextlib.nullcontext()
+        mesh = query.device_mesh
+        return DTensor.from_local(mask, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return mask
 
 
 def _is_outside(query: Tensor) -> bool:

@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cp_dispatch
 import cp_dispatch.ops as ops
+from cp_dispatch import HeadTail
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.layouts import Span, Tile
 from tests.backends.formula import BROADCASTS, Case, attention, with_gradients
+from tests.distributed.sharded import distribute
+from tests.ranks import SEQUENCE, fake_ranks
 from tests.test_ops import CPU, OPCHECKS, inputs
 
 CASE = Case(scores=(2, 4, 6, 9), key_heads=2, dim=8, value_dim=8)
@@ -188,3 +193,21 @@ def test_only_what_needs_a_gradient_gets_one(needs):
     for mine, true in zip(got, want, strict=True):
         if mine is not None:
             torch.testing.assert_close(mine, true)
+
+
+@pytest.mark.parametrize("schedule, in_layout", [("gather", False), ("auto", True)])
+def test_plain_masks_in_graphs_of_lengths_that_change(schedule, in_layout):
+    """Here the lengths are constants, but the mask's sizes are symbols."""
+
+    def attend(query, mask):
+        return F.scaled_dot_product_attention(query, query, query, mask)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    with fake_ranks(2) as mesh:
+        for length in (8, 12):
+            query = distribute(torch.randn(1, 2, length, 4), mesh, SEQUENCE)
+            mask = torch.ones(length, length, dtype=torch.bool)
+            layout = HeadTail(length, 2) if in_layout else None
+            with cp_dispatch.enabled(schedule, layout):
+                assert compiled(query, mask).shape == query.shape
