@@ -75,8 +75,8 @@ class PlainContext:
         for length in lengths:
             if length % (2 * ranks) if known is True else length not in known:
                 return (
-                    f"no buffer has {length} positions, and buffers of other lengths do not tell "
-                    f"in which order the shards of such a sequence are; {_SAY_THE_ORDER}"
+                    f"the order of sequences of {length} positions is unknown: no buffer is that "
+                    f"long, and those of other lengths do not tell it; {_SAY_THE_ORDER}"
                 )
         return None
 

@@ -27,5 +27,5 @@ def overwritten_by_ddp(mesh: DeviceMesh) -> str | None:
     return (
         f"DistributedDataParallel has copied one rank's shard of {', '.join(names)} to the other "
         "ranks, as it does with buffers of a module before each forward; make it with "
-        "broadcast_buffers=False (torch 2.13: forward_sync_buffers=False)"
+        "broadcast_buffers=False (forward_sync_buffers=False from torch 2.13 on)"
     )

@@ -165,7 +165,7 @@ def test_an_order_that_buffers_do_not_tell():
     want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def body(mesh):
-        rank, unknown = mesh.get_local_rank(), "of other lengths do not tell in which order"
+        rank, unknown = mesh.get_local_rank(), "no buffer is that long"
         own = [x.chunk(2, 2)[rank] for x in (query, key, value)]
         short, long = torch.zeros(2), torch.zeros(12)  # in natural and in head-tail order
         with context_parallel(mesh, buffers=[short.clone()], buffer_seq_dims=[0]):
