@@ -145,8 +145,10 @@ def with_and_without_copy_engines(env: Env, schedule: str, kernel: str, causal: 
     with cp_dispatch.enabled(schedule=schedule):
         got = run_sharded(problem, tensors, env.mesh(), kernel=kernel)
     judge(problem, env.device, kernel, got)
-    # Backward kernels add in no fixed order.
-    assert torch.equal(*(got[0] for got in results))
+    # Backward kernels add in no fixed order. An all-gather brings a rank's own keys too, between
+    # those of others, so from 3 ranks on some compute two tiles where copy engines bring one.
+    if schedule != "gather" or causal or env.world_size == 2:
+        assert torch.equal(*(got[0] for got in results))
 
 
 CASES = {
