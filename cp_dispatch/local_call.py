@@ -6,8 +6,8 @@ A plain shard does not know its global length, its order or its mesh. The contex
 the order of sequences. The global length is the local one times the number of ranks, unless some
 buffer of the context was cut unevenly, or its balancer cuts unevenly; then the ranks exchange their
 lengths in one small collective per call. The plan is made for DTensors of those global shapes
-without data, and is cached. The op gets the plain shards themselves, so autograd and torch.compile
-see a single op.
+without data, and is cached. The op, or in eager mode its kernels (:mod:`cp_dispatch.plain_path`),
+get the plain shards themselves, so autograd and torch.compile see a single op.
 """
 
 from __future__ import annotations

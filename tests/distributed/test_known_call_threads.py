@@ -392,8 +392,8 @@ def test_a_way_is_of_its_own_kind_while_another_thread_learns():
 
 
 #: The most functions of Python and C that the package calls in a known forward and its backward.
-#: Each takes the host time, which is most of what such a call takes.
-MOST_CALLS = {"one_call": (112, 139), "ulysses": (121, 93)}
+#: Each takes the host time, which is most of what such a call takes. A few more than it makes.
+MOST_CALLS = {"one_call": (116, 144), "ulysses": (125, 98)}
 
 
 @pytest.mark.parametrize("schedule", MOST_CALLS)
