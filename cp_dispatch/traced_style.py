@@ -193,8 +193,8 @@ def _all_unmarked(value):
 def _refuse_containers(verb: str, value) -> None:
     """Refuse containers whose tensors :func:`map_tensors` does not see, since their attention would
     be local."""
-    if isinstance(value, torch.Tensor):
-        return  # dynamo of torch 2.11 cannot run the other checks on it
+    if value is None or isinstance(value, torch.Tensor):
+        return  # dynamo of torch 2.11 cannot run the other checks on these
     if isinstance(value, (tuple, list)):
         for x in value:
             _refuse_containers(verb, x)
