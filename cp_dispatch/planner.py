@@ -26,13 +26,12 @@ FEWEST_MOVES = (
 
 #: Pairs of a forward's and a backward's schedule that may be faster than either alone, because only
 #: a gather's backward moves shares of dK and dV. 8,192 tokens each on 2 H200s, forward and
-#: backward: in natural order 8.1 ms with a gather and 7.9 with such a pair (cuDNN), 13.3 and 12.9
-#: (flash); in head-tail order, flash, 13.3 with a gather, 13.0 with a ring and 12.8 with a pair; on
-#: 4 H200s 25.3 with a gather and 24.9 with a pair.
+#: backward, flash: in natural order 13.4 ms with a gather and 12.9 with such a pair; in head-tail
+#: order 13.2 with a gather, 13.0 with a ring and 12.8 with a pair. (cuDNN: 7.9 with each.)
 PAIRS = (("mirrored_gather", "ulysses"), ("gather", "ulysses"))
 #: The first pair may take longer than its gather alone by this factor, for less memory: in natural
 #: order a gather's backward also holds the mirror's halves of four tensors. With 32,768 tokens on
-#: each of 4 ranks it held 3,257 MiB, a backward by heads 2,634.
+#: each of 4 ranks it holds 2,680 MiB, a backward by heads 2,188 (cuDNN).
 SMALLER = 1.02
 
 
