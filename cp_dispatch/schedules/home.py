@@ -88,7 +88,9 @@ class Gradients:
 
     def compute(self, part: Part, rows: Rows, key: Tensor, value: Tensor, grad_mask) -> None:
         """Compute a part."""
-        of_rows = Rows(*(narrowed(x, part.rows) for x in rows.tensors))
+        of_rows = rows  # with the cuts that it has
+        if part.rows.length < self._query.size(1):
+            of_rows = Rows(*(narrowed(x, part.rows) for x in rows.tensors))
         of_keys = (narrowed(x, part.keys) for x in (key, value))
         if grad_mask is not None:
             grad_mask = mask_of(grad_mask, part.rows)

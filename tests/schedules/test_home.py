@@ -7,7 +7,8 @@ import torch
 
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.dropout import Dropout
-from cp_dispatch.layouts import Tile
+from cp_dispatch.layouts import Span, Tile
+from cp_dispatch.schedules import home
 from cp_dispatch.schedules.blocks import Rows
 from cp_dispatch.schedules.home import Gradients, divided
 from cp_dispatch.schedules.job import Job
@@ -85,3 +86,16 @@ def test_without_parts_there_are_only_other_shares():
     want = torch.zeros_like(query)
     want[:, :, 1:3] = 1
     assert torch.equal(grads.finish(), want)
+
+
+def test_parts_with_all_heads_share_the_cuts_of_rows(monkeypatch):
+    """Every cut is a view, which takes the host as long as a small op."""
+    seen = []
+    monkeypatch.setattr(home, "backward_block", lambda job, rows, *_: seen.append(rows) or [])
+    x, lse = torch.ones(1, 4, 8, 4), torch.ones(1, 4, 8)
+    rows, spans = Rows(x, x, x, lse), (Span(0, 4), Span(0, 2))
+    parts = [home.Part(None, (), heads, heads) for heads in spans]
+    grads = Gradients(x, parts)
+    for part in parts:
+        grads.compute(part, rows, x, x, None)
+    assert seen[0] is rows and [y.size(1) for y in seen[1].tensors] == [2] * 4
