@@ -13,6 +13,7 @@ user of the override.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -40,6 +41,8 @@ _VMAP_KEY = "FuncTorchVmapMode"  # where vmap decomposes the function, before an
 
 CurrentOptions = Callable[[], Options | None]
 
+_warned: list[bool] = []  # not empty: torch has issued its warning of an earlier kernel
+
 
 def install(
     library: torch.library.Library,
@@ -61,16 +64,28 @@ def install(
         # A kernel that another library has registered stays; ours passes calls on to it.
         own = _override(kernel, options, contexts, plain_context)
         library.impl("scaled_dot_product_attention", own, key, **how)
-    with warnings.catch_warnings():
-        # Torch up to 2.13 warns that a kernel was registered before; ours passes calls on to it.
-        warnings.simplefilter("ignore")
-        refusal = _refusal_of_vmap(under_vmap, stack, contexts, plain_context)
+    refusal = _refusal_of_vmap(under_vmap, stack, contexts, plain_context)
+    with _no_warning_of_an_earlier_kernel():
         library.impl("scaled_dot_product_attention", refusal, _VMAP_KEY, **how)
     torch.library.register_torch_dispatch(
         "aten::scaled_dot_product_attention", DTensor, _inference_rule(options), lib=library
     )
     for name, rule in fused_modules.RULES.items():
         torch.library.register_torch_dispatch(name, DTensor, _while_on(rule, options), lib=library)
+
+
+@contextlib.contextmanager
+def _no_warning_of_an_earlier_kernel():
+    """Torch up to 2.13 warns, once in a process, that a kernel was registered before; ours passes
+    calls on to it. The filters are changed only where it may warn: after any change, Python shows
+    every warning again that it had shown once, which in a training loop would be at every step."""
+    if _warned and not torch.is_warn_always_enabled():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    _warned.append(True)
 
 
 def _noted(stack: OptionStack) -> CurrentOptions:

@@ -1,5 +1,6 @@
 """enable(), disable(), enabled(): whose options apply where, and to what."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -108,6 +109,17 @@ def test_an_exception_leaves_the_scope(off):
     with pytest.raises(KeyError), enabled(), enabled(schedule="ring"):
         raise KeyError
     assert not is_enabled() and not toggle._installed
+
+
+def test_scopes_do_not_show_warnings_again():
+    with enabled():
+        pass
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with enabled():
+                warnings.warn("said once for each line", stacklevel=1)
+    assert len(shown) == 1
 
 
 def test_decorator():
