@@ -26,13 +26,16 @@ REQUIRED_TORCH = "2.10"
 #: The newest CUDA kernel that copy engines need: a build that lacks it is older than the package.
 NEWEST_CUDA_KERNEL = "push_heads"
 
+#: Named in messages: in a checkout, Python finds the sources before an installed package.
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+
 
 def _load() -> str:
     """Load the extension. Returns "" if it is loaded, else the reason why not."""
     if not is_on("CP_DISPATCH_USE_CPP", True):
         return "CP_DISPATCH_USE_CPP=0"
     if importlib.util.find_spec("cp_dispatch._C") is None:
-        return "it is not built; install cp_dispatch where there is a C++ compiler"
+        return f"it is not built in {_FOLDER}; install cp_dispatch where there is a C++ compiler"
     return _load_module("cp_dispatch._C")
 
 
@@ -41,7 +44,7 @@ def _load_cuda() -> str:
     if torch.version.cuda is None:
         return ""
     if importlib.util.find_spec("cp_dispatch._C_cuda") is None:
-        return "they are not built; install cp_dispatch where there is nvcc"
+        return f"they are not built in {_FOLDER}; install cp_dispatch where there is nvcc"
     return _load_module("cp_dispatch._C_cuda")
 
 

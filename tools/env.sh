@@ -61,8 +61,10 @@ install_torch() {
 # install_package EXTRAS: the checkout, editable, with the extras named.
 install_package() {
     say "installing cp_dispatch[$1]"
-    # Python 3.12 and later make environments without it.
-    "$PYTHON" -c 'import setuptools' 2>/dev/null || pip_install 'setuptools>=64' wheel
+    # Python 3.12 and later make environments without setuptools, earlier ones with one that needs wheel.
+    "$PYTHON" -c 'import setuptools.command.bdist_wheel' 2>/dev/null ||
+        "$PYTHON" -c 'import setuptools, wheel' 2>/dev/null ||
+        pip_install 'setuptools>=64' wheel
     pip_install --no-build-isolation --editable "$REPO[$1]"
     "$PYTHON" - <<'PY'
 import sys, torch

@@ -37,6 +37,8 @@ def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> 
         block_mask: a torch ``BlockMask`` for the whole sequence, this rank's rows of one
             (:func:`cp_dispatch.create_cp_block_mask`), or None. A mask of this rank's rows does not
             show which keys other ranks need; the plan then leaves out the rows that ranks send.
+            Inside a block a mask for the whole sequence stands for its rows, which are what the
+            call itself takes there (make the mask one of the buffers).
 
     Returns:
         A :class:`FlexPlan`; print it for a readable report. For a call that would raise, it holds
