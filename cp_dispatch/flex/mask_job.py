@@ -60,10 +60,7 @@ def known_of(arguments: Sequence, device: torch.device) -> Known:
 def exchange_of(arguments: Sequence, device: torch.device, check=None) -> Exchange:
     """Which rank sends what to which. If the mask has only this rank's rows, this is exchanged with
     the other ranks, after ``check(job)``, which may raise."""
-    local_rows, whole = arguments[-2:]
-    if local_rows and whole:  # cached for all masks
-        MaskJob(*arguments).check_order()
-    if whole:
+    if arguments[-1]:
         return _new_exchange(arguments, device, check)
     known = known_of(arguments, device)
     return known.exchange or known.find_exchange(arguments, device, check)
@@ -76,9 +73,13 @@ def _new_exchange(arguments: Sequence, device: torch.device, check) -> Exchange:
             check(job)
         return job.new_exchange(device)
 
-    if arguments[-1]:  # all keys go to all ranks, whatever the mask
-        return kept.get((), (key_of(arguments), device, "exchange"), make)
-    return make()
+    local_rows, whole = arguments[-2:]
+    if not whole:
+        return make()
+    if local_rows:  # make() would do it for the first of all masks
+        MaskJob(*arguments).check_order()
+    # All keys go to all ranks, whatever the mask.
+    return kept.get((), (key_of(arguments), device, "exchange"), make)
 
 
 def order_table(device: torch.device, layout: str, ring_rank: int, part) -> Tensor:

@@ -10,12 +10,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import HeadTail, PerDocumentHeadTail
 from cp_dispatch.by_need.kept import Kept
+from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import mask_job
 from cp_dispatch.flex.bring_and_cut import SCHEMA as BRING_AND_CUT
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.ops import SCHEMAS
+from cp_dispatch.flex.own_rows import note_order
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import from_text
 from tests.distributed.threads import run_threads
@@ -75,6 +77,34 @@ def test_bring(length):
     )
     for got, want in zip(OPS.flex_bring_back(*grads, key, value, *mask), grads, strict=True):
         assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+def test_rows_in_another_order_are_refused_where_all_keys_move():
+    """Also by the op that looks at what is known about a mask, after a mask in the right order."""
+
+    def body(rank: int) -> None:
+        name = ring_group_name(init_device_mesh("cpu", (2,)), (0,))
+        rest = 32, 32, [8, 8], [0, 2, 0, 3], [2], rank, name, HeadTail(32, 2).text, True, True
+
+        def own_rows() -> list:
+            rows = create_block_mask(
+                lambda b, h, q, k: q >= 0, None, None, 16, 32, "cpu", BLOCK_SIZE=8
+            )
+            return list(MaskTuple(rows.as_tuple()).tensors)
+
+        right, wrong = own_rows(), own_rows()
+        note_order(right[0], MaskJob(*right, *rest).queries)
+        note_order(wrong[0], MaskJob(*wrong, *rest[:7], "", True, True).queries)
+        key, value = keys(16)
+        for bring in (
+            lambda mask: OPS.flex_bring(key, value, *mask, *rest, False, False),
+            lambda mask: OPS.flex_bring_and_cut(key, value, *mask, *rest, False, False),
+        ):
+            bring(right)
+            with pytest.raises(ContextParallelError, match="one rank's rows of natural order"):
+                bring(wrong)
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("layout", ["", HeadTail(37, 2).text])
