@@ -118,7 +118,7 @@ class Prepared:
 
     def __call__(self, query: DTensor, key: DTensor, value: DTensor) -> DTensor:
         if self._builds_graph:
-            return _Attention.apply(self, query, key, value)
+            return Attention.apply(self, query, key, value)
         return self.forward(query, key, value)[0]
 
     def forward(self, query, key, value) -> tuple[DTensor, DTensor]:
@@ -168,7 +168,7 @@ def scope_of(backend: str, way: str):
     return scope
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """As the op's own, in :mod:`cp_dispatch.ops`."""
 
     @staticmethod

@@ -18,9 +18,9 @@ from cp_dispatch import recomputed
 from cp_dispatch._compat import dispatch_modes_are_on, resolve_group, run_uncompiled
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
-from cp_dispatch.fast_path import scope_of
+from cp_dispatch.fast_path import Attention, scope_of
 from cp_dispatch.groups import exists
-from cp_dispatch.kernels import Repeated, without_autocast
+from cp_dispatch.kernels import Repeated
 from cp_dispatch.ops import backward_op
 
 _known: dict[tuple, _Kind] = {}
@@ -86,12 +86,12 @@ class _Kind:
         if torch.is_grad_enabled() or dispatch_modes_are_on() or not _are_plain(*tensors):
             op = backward_op(self._backend)
             return op(*tensors, *self._arguments, key_grad, False)[:3]
-        with scope_of(self._backend, "_backward"), without_autocast(grad_output):
+        with scope_of(self._backend, "_backward"):
             return self._kernels.backward(*tensors, key_grad)
 
 
-class _Attention(torch.autograd.Function):
-    """As the op's own, in :mod:`cp_dispatch.ops`."""
+class _Attention(Attention):
+    """As for DTensors; only what is saved differs."""
 
     @staticmethod
     @run_uncompiled
@@ -99,17 +99,6 @@ class _Attention(torch.autograd.Function):
         output, logsumexp = kind.forward(query, key, value)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         recomputed.watch(output)
-        ctx.kind = kind
+        ctx.prepared = kind
         ctx.set_materialize_grads(False)
         return output
-
-    @staticmethod
-    @run_uncompiled
-    def backward(ctx, grad_output):
-        if grad_output is None:
-            return None, None, None, None
-        _, *needs = ctx.needs_input_grad
-        saved = ctx.saved_tensors  # once, see cp_dispatch.ops
-        recomputed.check_unwritten(saved[3])
-        grads = ctx.kind.backward(grad_output, saved, needs[1] or needs[2])
-        return None, *(g if need else None for g, need in zip(grads, needs, strict=True))

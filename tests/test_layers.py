@@ -119,9 +119,9 @@ def test_nothing_below_the_plan_reads_options():
 
 
 def test_autograd_and_fakes_live_in_ops():
-    """The exceptions: helper ops that write in place are next to their twins, the fast paths
-    replace an op's autograd, and moving whole tensors is differentiable."""
-    beside = {"merge", "parts", "rows", "fast_path", "plain_path", "layouts.buffers"}
+    """The exceptions: helper ops that write in place are next to their twins, the fast path
+    replaces an op's autograd, and moving whole tensors is differentiable."""
+    beside = {"merge", "parts", "rows", "fast_path", "layouts.buffers"}
     found = {
         module
         for module, tree in TREES.items()
