@@ -107,6 +107,7 @@ __all__ = [
     "register_op_strategy",
     "remove_subclass_rule",
     "resolve_group",
+    "rewrite_flex_kernels",
     "run_uncompiled",
     "save_in_partitioners",
     "save_in_traced_checkpoints",
@@ -619,6 +620,34 @@ def keep_order_in_inductor(communicates, knows_memory=lambda op: False) -> None:
 
     decide_global_ordering_of_comms.is_of_cp_dispatch = True
     comms.decide_global_ordering_of_comms = decide_global_ordering_of_comms
+
+
+def rewrite_flex_kernels(rewrites: dict[str, Callable[[str], str | None]]) -> bool:
+    """Replace the Jinja source of each of inductor's FlexAttention templates, named by the keys, by
+    what its function returns for it. Returns whether all were replaced; if the source is not known
+    or a function returns None, none is.
+
+    Permanent, like :func:`keep_order_in_inductor`.
+    """
+    from torch._inductor.kernel.flex import flex_attention as flex
+    from torch._inductor.kernel.flex.common import load_flex_template
+
+    files = {
+        "flex_attention": ("flex_attention", "utilities", "common"),
+        "flex_attention_backward": ("flex_backwards", "utilities"),
+    }
+    replaced = []
+    for name, rewrite in rewrites.items():
+        template = getattr(flex, f"{name}_template")
+        source = "".join(map(load_flex_template, files[name]))
+        written = rewrite(source)
+        is_known = template.src_hash == hashlib.sha256(source.encode()).hexdigest()
+        if not is_known or written is None:
+            return False
+        replaced.append((template, template._template_from_string(written)))
+    for template, written in replaced:
+        template.template = written
+    return True
 
 
 def save_in_partitioners(communicates) -> None:

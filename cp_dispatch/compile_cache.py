@@ -26,6 +26,7 @@ from cp_dispatch.flex import groups
 from cp_dispatch.flex.bring_and_cut import SCHEMA as BRING_AND_CUT
 from cp_dispatch.flex.group_ops import SCHEMAS as GROUP_SCHEMAS
 from cp_dispatch.flex.ops import SCHEMAS as FLEX_SCHEMAS
+from cp_dispatch.flex.program_order import SOURCES
 from cp_dispatch.graph_ops import SCHEMA as KEEP
 from cp_dispatch.graph_order import keep_order
 from cp_dispatch.groups import ring_group_name
@@ -45,7 +46,7 @@ def tag(state: object | None, calls: str = "") -> None:
     them."""
     own = torch.compiler.config.cache_key_tag.split(_MARK)[0]
     if state is not None or calls:
-        flex = *FLEX_SCHEMAS, *GROUP_SCHEMAS, BRING_AND_CUT
+        flex = *FLEX_SCHEMAS, *GROUP_SCHEMAS, BRING_AND_CUT, *SOURCES
         schemas = FORWARD_SCHEMA, BACKWARD_SCHEMA, flex, VARLEN_SCHEMAS
         limits = groups.COUNTS, groups.LEAST_ROWS, groups.LEAST_BYTES
         from cp_dispatch import __version__  # set last

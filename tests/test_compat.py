@@ -674,6 +674,24 @@ def test_keep_sizes_traceable():
     assert seen == [size, size, 3] and tracer.sympy_expr_tracker == {symbol: "size"}
 
 
+def test_rewrite_flex_kernels(monkeypatch):
+    """Both of inductor's templates or none are replaced."""
+    from torch._inductor.kernel.flex import flex_attention as flex
+
+    templates = flex.flex_attention_template, flex.flex_attention_backward_template
+    for template in templates:
+        monkeypatch.setattr(template, "template", template.template)
+    before = [template.template for template in templates]
+    written = {"flex_attention": lambda _: "a", "flex_attention_backward": lambda _: None}
+    assert not _compat.rewrite_flex_kernels(written)
+    assert [template.template for template in templates] == before
+    written["flex_attention_backward"] = lambda source: "b" if "program_id" in source else None
+    assert _compat.rewrite_flex_kernels(written)
+    assert [template.template.render() for template in templates] == ["a", "b"]
+    monkeypatch.setattr(templates[0], "_hash", "of another text")
+    assert not _compat.rewrite_flex_kernels(written)
+
+
 def test_save_in_partitioners():
     """No backward repeats the op, except that of a checkpoint. The op has two results."""
     from torch._functorch import config, partitioners

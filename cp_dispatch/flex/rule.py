@@ -42,6 +42,7 @@ from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
+from cp_dispatch.flex.program_order import with_order
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
 from cp_dispatch.flex.traced_calls import options_at_look, options_of_graph
@@ -126,6 +127,7 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
             LocalFlex(call, plan).note_trace(options)
         return tuple(wrap(x, call.query) for x in _outlines(call))
     local = _local(options, call, scale)
+    kernel_options = with_order(kernel_options, call.query.device)
     if local.rings and _in_base_two(kernel_options):
         results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)
         return _wrapped(results, local)
@@ -161,6 +163,7 @@ def backward(options, call: FlexCall, results, score_mod, joint_graph, scale, ke
         buffers = tuple(zeros_for(x) for x in call.score_buffers)
         return *(nothing(x, 4) for x in call.tensors.values()), buffers
     local = _local(options, call, scale)
+    kernel_options = with_order(kernel_options, call.query.device)
     out, logsumexp, grad_out, grad_logsumexp = results
     if not is_tracing():
         recomputed.check(local_tensor(logsumexp), local.layout)
