@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 import re
 
 import pytest
 
+import cp_dispatch
 from tests.test_bench_tools import load
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -48,6 +50,18 @@ def test_every_page_is_linked_from_the_readme():
     docs = [str(p.relative_to(ROOT)) for p in PAGES if p.parent.name == "docs"]
     assert len(docs) > 5
     assert [name for name in docs if f"({name}" not in text] == []
+
+
+@pytest.mark.parametrize("name", cp_dispatch.__all__)
+def test_public_names_are_listed_with_their_parameters(name):
+    text = (ROOT / "cp_dispatch" / "docs" / "api.md").read_text()
+    public = getattr(cp_dispatch, name)
+    if name.endswith(("Plan", "Error")):  # not called by users
+        assert f"`{name}`" in text
+        return
+    parameters = inspect.signature(public).parameters.values()
+    plain = inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters])
+    assert f"`{name}{plain}`" in text
 
 
 def test_tables_are_those_of_the_kept_results():

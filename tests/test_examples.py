@@ -1,0 +1,20 @@
+"""The examples in ``tools/`` run as their first lines say, here on CPU."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+TOOLS = pathlib.Path(__file__).parents[1] / "tools"
+TWO_RANKS = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+
+
+@pytest.mark.parametrize("name", ["documents_example", "flex_example"])
+def test_example(name):
+    command = [sys.executable, *TWO_RANKS, str(TOOLS / f"{name}.py")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert "equal to one device on 2 x cpu" in ran.stdout
