@@ -38,7 +38,7 @@ def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> 
             (:func:`cp_dispatch.create_cp_block_mask`), or None. A mask of this rank's rows does not
             show which keys other ranks need; the plan then leaves out the rows that ranks send.
             Inside a block a mask for the whole sequence stands for its rows, which are what the
-            call itself takes there (make the mask one of the buffers).
+            call itself takes there (make the mask one of the buffers); the plan says so.
 
     Returns:
         A :class:`FlexPlan`; print it for a readable report. For a call that would raise, it holds
@@ -74,6 +74,12 @@ def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
     if reason:
         return FlexPlan("refused", reasons=(reason, *assumed), call=described)
     lengths = [queries, keys, keys]
+    own = [call.tensors[name].shape[2] for name in ("query", "key")]
+    if call.mask.block_size[0] < 2**30 and list(map(int, call.mask.lengths)) != own:
+        assumed.append(
+            "flex_attention itself refuses this block_mask, which is not for this rank's shards: "
+            "make it one of the buffers of context_parallel, which has been assumed here"
+        )
     wrapped, mask, layout = on_dtensors(context, tensors, call.mask.given, lengths)
     plan = _explain(Options(context.schedule, layout), FlexCall(*wrapped, MaskTuple(mask)))
     return dataclasses.replace(plan, reasons=(*plan.reasons, *assumed), call=described)

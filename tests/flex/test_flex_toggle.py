@@ -312,6 +312,7 @@ def test_explain_of_shards_in_a_block(length, rows):
         with block:
             plan = cp_dispatch.explain_flex(*plain, mask)
             whole = cp_dispatch.explain_flex(*plain)
+            no_buffer = cp_dispatch.explain_flex(*plain, mask_of(length))
             other = cp_dispatch.explain_flex(*plain, create_block_mask(
                 causal, None, None, rows, rows, "cpu", BLOCK_SIZE=16))  # fmt: skip
         with cp_dispatch.context_parallel(mesh):
@@ -319,6 +320,8 @@ def test_explain_of_shards_in_a_block(length, rows):
     assert plan.handler == "cp_dispatch" and plan.query_length == length
     assert plan.layout == HeadTail(length, 2) and "inside context_parallel over 2" in str(plan)
     assert whole.rows_sent == (32, length - 32)
+    assert no_buffer.handler == "cp_dispatch" and "refuses this block_mask" in str(no_buffer)
+    assert not any("refuses this block_mask" in str(x) for x in (plan, whole))
     assert other.handler == "refused" and "as one of the buffers" in str(other)
     assert no_order.handler == "refused" and "order of the shards is" in str(no_order)
 
