@@ -218,3 +218,18 @@ def _padded(shape) -> int:
     for n in shape:
         size = size * n
     return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+
+
+def own_part(lists: Blocks, part: list[int]) -> Blocks:
+    """The lists of a rank's part of the batch and heads: its first batch row, number of batch rows,
+    first head and number of heads. Lists for all of them stay as they are."""
+    first, batch, first_head, heads = part
+    tensors = []
+    for x in lists:
+        if x is not None and x.size(0) > 1 and batch < x.size(0):
+            x = x[first : first + batch]
+        if x is not None and x.size(1) > 1 and heads < x.size(1):
+            x = x[:, first_head : first_head + heads]
+        # Triton's kernels assume that batch rows and entries of a list are contiguous.
+        tensors.append(x if x is None else x.contiguous())
+    return Blocks(*tensors)

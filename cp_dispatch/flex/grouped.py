@@ -11,10 +11,10 @@ from torch import Tensor
 from cp_dispatch._compat import local_tensor
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.groups import spans
-from cp_dispatch.flex.local import LocalFlex, apart
+from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.results import no_gradients, not_before, outlines, placed_strides
 from cp_dispatch.flex.ring import plus
-from cp_dispatch.flex.rows import split_rows
+from cp_dispatch.flex.rows import apart, split_rows
 from cp_dispatch.graph_order import keep_in_graph, stay_in_backward
 from cp_dispatch.layouts import Span
 

@@ -16,13 +16,13 @@ from cp_dispatch.compile_cache import note_groups
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall
-from cp_dispatch.flex.cut import Blocks, packed_shapes, touched, unpack
+from cp_dispatch.flex.cut import Blocks, own_part, packed_shapes, touched, unpack
 from cp_dispatch.flex.hops import Window, window
 from cp_dispatch.flex.mods import Listed, Place, pieces
 from cp_dispatch.flex.own_rows import check_order
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.results import not_before
-from cp_dispatch.flex.rows import split_rows
+from cp_dispatch.flex.rows import apart, split_rows
 from cp_dispatch.graph_order import stay_in_backward
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
@@ -165,7 +165,7 @@ class LocalFlex:
 
     @once
     def _whole_blocks(self) -> Blocks:
-        return self._cut_all[0] if self._cuts else self._own_part(self.call.mask.lists)
+        return self._cut_all[0] if self._cuts else own_part(self.call.mask.lists, self.part)
 
     @once
     def _cut_all(self) -> tuple[Blocks, Tensor | None]:
@@ -175,18 +175,6 @@ class LocalFlex:
         keys = ownership(int(self.plan.key_length), self.plan.ring_shape, self.layout)
         owner = (self.rank - hop) % self.plan.world_size
         return window(keys, owner, self.call.mask.block_size[1])
-
-    def _own_part(self, lists: Blocks) -> Blocks:
-        first, batch, first_head, heads = self.part
-        tensors = []
-        for x in lists:
-            if x is not None and x.size(0) > 1 and batch < x.size(0):
-                x = x[first : first + batch]
-            if x is not None and x.size(1) > 1 and heads < x.size(1):
-                x = x[:, first_head : first_head + heads]
-            # Triton's kernels assume that batch rows and entries of a list are contiguous.
-            tensors.append(x if x is None else x.contiguous())
-        return Blocks(*tensors)
 
     def _cut(self, hop: int) -> tuple[Blocks, Tensor | None]:
         """The lists of blocks. Those of all keys come with the table of positions, if the mods take
@@ -306,13 +294,3 @@ class LocalFlex:
     def key_shares(self) -> bool:
         """Whether each rank has all keys, and the gradients of the keys are its share."""
         return self.plan.schedule == "replicated_keys" and self.plan.world_size > 1
-
-
-def apart(tensors) -> list[Tensor | None]:
-    """Returns the given views of one buffer, or copies for inductor's CPU kernel, which supports
-    neither two arguments from one buffer nor a view with an offset."""
-    given = [x for x in tensors if x is not None]
-    if given[0].device.type == "cpu" and compiles_for_inductor():
-        given = _OPS.flex_apart(given)
-    found = iter(given)
-    return [None if x is None else next(found) for x in tensors]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.backends import wide_dtype
-from cp_dispatch.flex.local import LocalFlex, apart
+from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
-from cp_dispatch.flex.rows import split_rows
+from cp_dispatch.flex.rows import apart, split_rows
 from cp_dispatch.graph_order import stay_in_backward
 
 _OPS = torch.ops.cp_dispatch

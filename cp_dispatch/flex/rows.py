@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from cp_dispatch._compat import compiles_for_inductor
 from cp_dispatch.by_need.selector import Indexed, Pairs
 from cp_dispatch.rows import copy_rows
 
@@ -68,3 +70,13 @@ def rows_of(x: Tensor, lanes: int) -> Tensor:
     batch, heads, length, dim = x.shape
     rows = x.view(lanes, batch // lanes, heads, length, dim).permute(0, 3, 1, 2, 4)
     return rows.reshape(lanes * length, batch // lanes * heads * dim)
+
+
+def apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the given views of one buffer, or copies for inductor's CPU kernel, which supports
+    neither two arguments from one buffer nor a view with an offset."""
+    given = [x for x in tensors if x is not None]
+    if given[0].device.type == "cpu" and compiles_for_inductor():
+        given = torch.ops.cp_dispatch.flex_apart(given)
+    found = iter(given)
+    return [None if x is None else next(found) for x in tensors]
