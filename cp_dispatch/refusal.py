@@ -208,6 +208,8 @@ def _placement_refusals(call: Call) -> list[str]:
                     f"{name} is {placement} on {name_of_dim}, where query is {wanted}; "
                     f"redistribute it to {target} or Replicate()"
                 )
+            elif isinstance(placement, Partial):
+                reasons += scatter_refusals(name, call.key, dim, target)
     ranks = math.prod(
         size for size, p in zip(mesh.shape, query.placements, strict=True) if p == Shard(1)
     )
@@ -222,6 +224,17 @@ def grouped_heads_refusals(call, ranks: int) -> list[str]:
         "heads, as grouped heads require; shard the heads over fewer ranks"
         for name, x in (("query", call.query), ("key", call.key))
         if x.shape[1] % ranks
+    ]
+
+
+def scatter_refusals(name: str, tensor: DTensor, dim: int, target) -> list[str]:
+    """Refuse sums over a mesh dim that DTensor would hand to other ranks than the shards'."""
+    if not isinstance(target, Shard) or ascends(tensor.device_mesh, (dim,)):
+        return []
+    return [
+        f"{name} is a sum yet to be made on {label(tensor, dim)}, whose ranks are not in ascending "
+        f"order, so DTensor would give them the parts of {target} in a different order; "
+        "redistribute it to Replicate(), or use a mesh with ascending ranks"
     ]
 
 
