@@ -40,7 +40,9 @@ def four_dims(call: Call) -> Call:
         return call
     if any(_has_strided_shards(x) for x in (query, key, value)):
         return call
-    return dataclasses.replace(call, query=query, key=key, value=value, attn_mask=mask)
+    return dataclasses.replace(
+        call, query=query, key=key, value=value, attn_mask=mask, given_dims=ndim
+    )
 
 
 def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -184,7 +184,7 @@ def _shape_refusals(call: Call) -> list[str]:
 def _placement_refusals(call: Call) -> list[str]:
     """Refuse placements for which the rule in :mod:`cp_dispatch.sharding` has to move data."""
     reasons = []
-    query, mesh = call.query, call.query.device_mesh
+    query, mesh, given = call.query, call.query.device_mesh, call.as_given
     if _other_dims(call):
         return reasons
     if call.key.device_mesh != mesh or call.value.device_mesh != mesh:
@@ -193,8 +193,10 @@ def _placement_refusals(call: Call) -> list[str]:
     for dim, wanted in enumerate(query.placements):
         name_of_dim = label(query, dim)
         if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
+            dims = {0, *(d for d in (call.given_dims - 3, call.given_dims - 2) if d > 0)}
+            supported = ", ".join(f"Shard({d})" for d in sorted(dims))
             reasons.append(
-                f"query is {wanted} on {name_of_dim}; supported are Shard(0), Shard(1), Shard(2), "
+                f"query is {given(wanted)} on {name_of_dim}; supported are {supported}, "
                 "Replicate() and Partial()"
             )
             continue
@@ -205,11 +207,11 @@ def _placement_refusals(call: Call) -> list[str]:
             fits = placement == target or isinstance(placement, (Replicate, Partial))
             if not fits and not (placement == sequence and target == Replicate()):
                 reasons.append(
-                    f"{name} is {placement} on {name_of_dim}, where query is {wanted}; "
-                    f"redistribute it to {target} or Replicate()"
+                    f"{name} is {given(placement)} on {name_of_dim}, where query is "
+                    f"{given(wanted)}; redistribute it to {given(target)} or Replicate()"
                 )
             elif isinstance(placement, Partial):
-                reasons += scatter_refusals(name, call.key, dim, target)
+                reasons += scatter_refusals(name, call.key, dim, given(target))
     ranks = math.prod(
         size for size, p in zip(mesh.shape, query.placements, strict=True) if p == Shard(1)
     )
