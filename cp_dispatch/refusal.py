@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.call import Call, sharded_dims
+from cp_dispatch.normalize import without_four_dims
 from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
 
@@ -122,9 +123,11 @@ def _mask_refusals(call: Call) -> list[str]:
     elif not all(map(_is_known, mask.placements)) or (
         mask.dtype is torch.bool and any(isinstance(p, Partial) for p in mask.placements)
     ):
+        # Flattened batch dims have placements that the user has not given.
+        batch = "; of several batch dims only the first may be sharded" * (call.given_dims > 4)
         reasons.append(
             f"attn_mask has placements {mask.placements}; supported are Shard(dim), Replicate() "
-            "and, for a bias, Partial()"
+            f"and, for a bias, Partial(){batch}"
         )
     else:
         reasons += [
@@ -150,8 +153,7 @@ def _shape_refusals(call: Call) -> list[str]:
         return [
             f"{name} must have shape [B, H, S, D] like the others, or batch dims that DTensor can "
             f"flatten into one, got {list(x.shape)} with placements {x.placements}"
-            for name, x in call.tensors.items()
-            if x.ndim != 4
+            for name, x in without_four_dims(call).items()
         ]
     reasons = []
     if not query.shape[0] == key.shape[0] == value.shape[0]:

@@ -165,6 +165,19 @@ def test_other_numbers_of_dims_are_named_as_given(lead, query, key, words):
     assert plan.handler == "refused" and words in plan.reasons[0], plan
 
 
+def test_a_mask_that_is_sharded_on_another_batch_dim_than_the_first():
+    with fake_ranks(2) as mesh, enabled():
+        tensors = [distribute_tensor(torch.zeros(2, 4, 4, 8, 8), mesh, [Shard(3)])] * 3
+        for dim, handler in ((0, "cp_dispatch"), (1, "refused")):
+            mask = distribute_tensor(torch.zeros(2, 4, 1, 8, 8), mesh, [Shard(dim)])
+            plan = explain(*tensors, mask)
+            assert plan.handler == handler, plan
+    # Torch 2.11 does not flatten it.
+    (reason,) = plan.reasons
+    words = "only the first may be sharded", "attn_mask must have shape"
+    assert any(x in reason for x in words), reason
+
+
 def test_several_reasons_at_once():
     with fake_ranks(4) as mesh:
         call = arguments(
