@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.attention.bias import CausalBias
 
 
@@ -14,7 +14,8 @@ from torch.nn.attention.bias import CausalBias
 class Call:
     """The arguments of one call, with torch's defaults and meaning.
 
-    query ``(B, H, Sq, D)``, key ``(B, Hkv, Sk, D)``, value ``(B, Hkv, Sk, Dv)``.
+    query ``(B, H, Sq, D)``, key ``(B, Hkv, Sk, D)``, value ``(B, Hkv, Sk, Dv)``. They may have been
+    given with another number of dims, ``given_dims``.
     """
 
     query: Any
@@ -25,10 +26,18 @@ class Call:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+    given_dims: int = 4
 
     @property
     def tensors(self) -> dict[str, Any]:
         return {"query": self.query, "key": self.key, "value": self.value}
+
+    def as_given(self, placement: Placement) -> Placement:
+        """A placement of a tensor, for messages, with the dim that its user knows: the last dims
+        keep their places from the end, and the first is that of the batch."""
+        if type(placement) is not Shard or not placement.dim:
+            return placement
+        return Shard(placement.dim + self.given_dims - 4)
 
     def describe(self) -> str:
         """The call in words, one line per tensor, for messages."""

@@ -130,7 +130,7 @@ def _pair_refusals(call: Call, layout: Balancer) -> list[str]:
         if any(x.placements[dim] == sequence for x in tensors.values())
     ]
     whole = {
-        name: x.placements
+        name: tuple(map(call.as_given, x.placements))
         for name, x in tensors.items()
         if name != "query" and any(x.placements[dim] != sequence for dim in dims)
     }

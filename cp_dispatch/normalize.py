@@ -40,7 +40,22 @@ def four_dims(call: Call) -> Call:
         return call
     if any(_has_strided_shards(x) for x in (query, key, value)):
         return call
-    return dataclasses.replace(call, query=query, key=key, value=value, attn_mask=mask)
+    return dataclasses.replace(
+        call, query=query, key=key, value=value, attn_mask=mask, given_dims=ndim
+    )
+
+
+def without_four_dims(call: Call) -> dict[str, torch.Tensor]:
+    """Of a call that :func:`four_dims` could not reshape, the tensors that are the cause, by name:
+    those whose batch dims cannot be flattened, or without four dims if their numbers differ."""
+    tensors, mask = call.tensors, call.attn_mask
+    if len({x.ndim for x in tensors.values()}) > 1 or call.query.ndim < 2:
+        return {name: x for name, x in tensors.items() if x.ndim != 4}
+    flat = {name: _four(x, _heads_first(call)) for name, x in tensors.items()}
+    causes = {n: tensors[n] for n, x in flat.items() if x is None or _has_strided_shards(x)}
+    if isinstance(mask, DTensor) and _mask_four_dims(mask, call) is None:
+        causes["attn_mask"] = mask
+    return causes or tensors
 
 
 def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

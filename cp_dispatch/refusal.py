@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.call import Call, sharded_dims
+from cp_dispatch.normalize import without_four_dims
 from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
 
 
@@ -122,9 +123,11 @@ def _mask_refusals(call: Call) -> list[str]:
     elif not all(map(_is_known, mask.placements)) or (
         mask.dtype is torch.bool and any(isinstance(p, Partial) for p in mask.placements)
     ):
+        # Flattened batch dims have placements that the user has not given.
+        batch = "; of several batch dims only the first may be sharded" * (call.given_dims > 4)
         reasons.append(
             f"attn_mask has placements {mask.placements}; supported are Shard(dim), Replicate() "
-            "and, for a bias, Partial()"
+            f"and, for a bias, Partial(){batch}"
         )
     else:
         reasons += [
@@ -150,8 +153,7 @@ def _shape_refusals(call: Call) -> list[str]:
         return [
             f"{name} must have shape [B, H, S, D] like the others, or batch dims that DTensor can "
             f"flatten into one, got {list(x.shape)} with placements {x.placements}"
-            for name, x in call.tensors.items()
-            if x.ndim != 4
+            for name, x in without_four_dims(call).items()
         ]
     reasons = []
     if not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -184,7 +186,7 @@ def _shape_refusals(call: Call) -> list[str]:
 def _placement_refusals(call: Call) -> list[str]:
     """Refuse placements for which the rule in :mod:`cp_dispatch.sharding` has to move data."""
     reasons = []
-    query, mesh = call.query, call.query.device_mesh
+    query, mesh, given = call.query, call.query.device_mesh, call.as_given
     if _other_dims(call):
         return reasons
     if call.key.device_mesh != mesh or call.value.device_mesh != mesh:
@@ -193,8 +195,10 @@ def _placement_refusals(call: Call) -> list[str]:
     for dim, wanted in enumerate(query.placements):
         name_of_dim = label(query, dim)
         if not _is_known(wanted) or getattr(wanted, "dim", 0) > SEQUENCE_DIM:
+            dims = {0, *(d for d in (call.given_dims - 3, call.given_dims - 2) if d > 0)}
+            supported = ", ".join(f"Shard({d})" for d in sorted(dims))
             reasons.append(
-                f"query is {wanted} on {name_of_dim}; supported are Shard(0), Shard(1), Shard(2), "
+                f"query is {given(wanted)} on {name_of_dim}; supported are {supported}, "
                 "Replicate() and Partial()"
             )
             continue
@@ -205,9 +209,11 @@ def _placement_refusals(call: Call) -> list[str]:
             fits = placement == target or isinstance(placement, (Replicate, Partial))
             if not fits and not (placement == sequence and target == Replicate()):
                 reasons.append(
-                    f"{name} is {placement} on {name_of_dim}, where query is {wanted}; "
-                    f"redistribute it to {target} or Replicate()"
+                    f"{name} is {given(placement)} on {name_of_dim}, where query is "
+                    f"{given(wanted)}; redistribute it to {given(target)} or Replicate()"
                 )
+            elif isinstance(placement, Partial):
+                reasons += scatter_refusals(name, call.key, dim, given(target))
     ranks = math.prod(
         size for size, p in zip(mesh.shape, query.placements, strict=True) if p == Shard(1)
     )
@@ -222,6 +228,17 @@ def grouped_heads_refusals(call, ranks: int) -> list[str]:
         "heads, as grouped heads require; shard the heads over fewer ranks"
         for name, x in (("query", call.query), ("key", call.key))
         if x.shape[1] % ranks
+    ]
+
+
+def scatter_refusals(name: str, tensor: DTensor, dim: int, target) -> list[str]:
+    """Refuse sums over a mesh dim that DTensor would hand to other ranks than the shards'."""
+    if not isinstance(target, Shard) or ascends(tensor.device_mesh, (dim,)):
+        return []
+    return [
+        f"{name} is a sum yet to be made on {label(tensor, dim)}, whose ranks are not in ascending "
+        f"order, so DTensor would give them the parts of {target} in a different order; "
+        "redistribute it to Replicate(), or use a mesh with ascending ranks"
     ]
 
 

@@ -193,6 +193,12 @@ TWO_DIMS = {
         mask_over_descending_ranks,
         [("attn_mask is S(3) on cp, whose ranks are not in ascending order", "replicate it")],
     ),
+    "sums over descending ranks": (
+        lambda m: arguments(DeviceMesh("cpu", [[0, 1], [2, 3]][::-1], mesh_dim_names=("tp", "cp")),
+                            placements=(Shard(1), Shard(2)), key_placements=(Partial(), Shard(2))),
+        [(f"{x} is a sum yet to be made on tp, whose ranks are not in ascending order",
+          "redistribute it to Replicate()") for x in ("key", "value")],
+    ),
     "columns of several mesh dims": (
         lambda m: arguments(DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")),
                             placements=(Shard(2), Shard(2))),

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 from cp_dispatch import ContextParallelError, HeadTail, enabled, explain, refusal
 from tests.ranks import SEQUENCE, fake_ranks, outline
@@ -145,6 +145,37 @@ def test_unsharded_sequences_are_checked_too_on_cpu(case, placements):
         for name in ("query", "key", "value"):
             call[name] = outline(mesh, call[name].shape, placements, call[name].dtype)
         assert_refused(call, expected)
+
+
+@pytest.mark.parametrize(
+    "lead, query, key, words",
+    [
+        ((2,), 1, 0, "key is S(0) on cp, where query is S(1); redistribute it to S(1) or"),
+        ((2,), 2, 1, "query is S(2) on cp; supported are Shard(0), Shard(1), Replicate()"),
+        ((), 1, 0, "query is S(1) on cp; supported are Shard(0), Replicate()"),
+        ((2, 2, 8), 2, 3, "redistribute it to S(2) or Replicate()"),
+        ((2, 2, 8), 4, 3, "supported are Shard(0), Shard(2), Shard(3), Replicate()"),
+    ],
+)
+def test_other_numbers_of_dims_are_named_as_given(lead, query, key, words):
+    whole = torch.zeros(*lead, 64, 16)  # with data, because batch dims are flattened
+    with fake_ranks(4) as mesh, enabled():
+        tensors = (distribute_tensor(whole, mesh, [Shard(dim)]) for dim in (query, key, key))
+        plan = explain(*tensors)
+    assert plan.handler == "refused" and words in plan.reasons[0], plan
+
+
+def test_a_mask_that_is_sharded_on_another_batch_dim_than_the_first():
+    with fake_ranks(2) as mesh, enabled():
+        tensors = [distribute_tensor(torch.zeros(2, 4, 4, 8, 8), mesh, [Shard(3)])] * 3
+        for dim, handler in ((0, "cp_dispatch"), (1, "refused")):
+            mask = distribute_tensor(torch.zeros(2, 4, 1, 8, 8), mesh, [Shard(dim)])
+            plan = explain(*tensors, mask)
+            assert plan.handler == handler, plan
+    # Torch 2.11 does not flatten it.
+    (reason,) = plan.reasons
+    words = "only the first may be sharded", "attn_mask must have shape"
+    assert any(x in reason for x in words), reason
 
 
 def test_several_reasons_at_once():

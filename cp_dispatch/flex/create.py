@@ -12,6 +12,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, of_tables
 from cp_dispatch.flex.own_rows import note_order
 from cp_dispatch.layouts import Balancer
+from cp_dispatch.layouts.balancer import positive_int
 from cp_dispatch.permute import span_indices
 
 # The most elements of the dense mask that exist at a time.
@@ -53,8 +54,12 @@ def create_cp_block_mask(
         A ``BlockMask`` with global lengths and this rank's rows of blocks.
 
     Raises:
-        ContextParallelError: if mesh, lengths and layout do not match.
+        ContextParallelError: if mesh, lengths and layout do not match, or a length or block size
+            is not an int.
     """
+    Q_LEN = positive_int(Q_LEN, "Q_LEN") if Q_LEN else 0
+    KV_LEN = positive_int(KV_LEN, "KV_LEN") if KV_LEN else 0
+    q_block, kv_block = _block_sizes(BLOCK_SIZE)
     if layout == "enabled":
         from cp_dispatch.toggle import current_options
 
@@ -62,7 +67,6 @@ def create_cp_block_mask(
         layout = None if options is None else options.layout
     queries = _owned(mesh, Q_LEN, layout, B)
     rank, device = _rank(mesh), mesh.device_type if device is None else device
-    q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     place = [span_indices(queries.spans(rank, lane)) for lane in range(queries.lanes)]
     place = torch.stack(place).to(device, torch.int32)
     B, H = max(B or 1, queries.lanes), H or 1
@@ -80,6 +84,16 @@ def create_cp_block_mask(
     else:
         blocks = of_tables(some & ~every, every)
     return of_rows(blocks, queries, (Q_LEN, KV_LEN), (q_block, kv_block), mask_mod)
+
+
+def _block_sizes(given) -> tuple[int, int]:
+    sizes = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+    if len(sizes) != 2:
+        raise ContextParallelError(
+            f"BLOCK_SIZE must be an int or a pair of them, of rows and of keys, got {given!r}"
+        )
+    rows, keys = (positive_int(size, "BLOCK_SIZE") for size in sizes)
+    return rows, keys
 
 
 def _tables(mask_mod, B, H, place: Tensor, keys: int, q_block: int, kv_block: int):

@@ -15,7 +15,13 @@ from cp_dispatch.call import sharded_dims
 from cp_dispatch.flex.call import FlexCall, global_shape
 from cp_dispatch.layout_rules import length_refusals, named, ranks_refusals, shares_refusals
 from cp_dispatch.layouts import Balancer, chunk_spans
-from cp_dispatch.refusal import form_refusals, grouped_heads_refusals, label, order_refusals
+from cp_dispatch.refusal import (
+    ascends,
+    form_refusals,
+    grouped_heads_refusals,
+    label,
+    order_refusals,
+)
 
 SEQUENCE = Shard(2)
 
@@ -116,6 +122,13 @@ def _captured_refusals(call: FlexCall, name: str, x: torch.Tensor) -> list[str]:
             f"{name} has placements {x.placements}; supported are Shard(dim), Replicate() and "
             "Partial()"
         )
+    reasons += [
+        f"{name} is {placed} on {label(x, dim)}, whose ranks are not in ascending order, so "
+        "DTensor would assemble it in a different order; replicate it, or use a mesh with "
+        "ascending ranks"
+        for dim, placed in enumerate(x.placements)
+        if isinstance(placed, Shard) and not ascends(x.device_mesh, (dim,))
+    ]
     return reasons
 
 

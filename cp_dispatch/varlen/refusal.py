@@ -21,7 +21,13 @@ from cp_dispatch.layout_rules import (
     shares_refusals,
 )
 from cp_dispatch.layouts import Balancer
-from cp_dispatch.refusal import form_refusals, grouped_heads_refusals, label, order_refusals
+from cp_dispatch.refusal import (
+    form_refusals,
+    grouped_heads_refusals,
+    label,
+    order_refusals,
+    scatter_refusals,
+)
 from cp_dispatch.varlen.call import VarlenCall
 
 _INFERENCE_ONLY = {
@@ -135,6 +141,8 @@ def _placement_refusals(call: VarlenCall) -> list[str]:
                     f"{name} is {placement} on {where}, where query is {wanted}; redistribute it "
                     f"to {wanted} or Replicate()"
                 )
+            elif isinstance(placement, Partial):
+                reasons += scatter_refusals(name, call.key, dim, wanted)
     if call.query.shape[1] != call.key.shape[1]:
         ranks = math.prod(mesh.size(dim) for dim in sharded_dims(query, 1))
         reasons += grouped_heads_refusals(call, ranks)

@@ -165,6 +165,23 @@ def test_a_rank_without_rows():
     assert own.kv_indices.shape == (1, 1, 0, 1) and own.q_num.tolist() == [[[0]]]
 
 
+@pytest.mark.parametrize(
+    "lengths, block, words",
+    [
+        ((-1, 50), 8, "Q_LEN must be a positive int"),
+        ((50, 25.0), 8, "KV_LEN must be a positive int"),
+        ((50, 50), 0, "BLOCK_SIZE must be a positive int"),
+        ((50, 50), (8, 8, 8), "BLOCK_SIZE must be an int or a pair"),
+    ],
+)
+def test_the_helper_names_sizes_that_are_wrong(lengths, block, words):
+    from cp_dispatch import ContextParallelError, create_cp_block_mask
+    from tests.ranks import fake_ranks
+
+    with fake_ranks(2) as mesh, pytest.raises(ContextParallelError, match=words):
+        create_cp_block_mask(lambda b, h, q, k: q >= k, 1, 1, *lengths, mesh, BLOCK_SIZE=block)
+
+
 def test_the_mask_of_the_helper_is_exact():
     """``create_cp_block_mask`` evaluates pairs, so it finds more full blocks than a cut does."""
     from torch.distributed.device_mesh import DeviceMesh

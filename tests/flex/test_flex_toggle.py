@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -184,6 +185,11 @@ def test_refusals_of_captured_tensors():
         rows = outline(mesh, SHAPE, (Shard(2), Replicate()))
         other = outline(mesh["a"], (64,), (Replicate(),))
         assert "tensor 0 that score_mod captures is on" in reasons(mesh, rows, captured=(other,))
+        turned = DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("a", "b"))
+        heads = outline(turned, SHAPE, (Shard(1), Shard(2)))
+        part = outline(turned, (64,), (Shard(0), Replicate()))
+        text = reasons(turned, heads, captured=(part,))
+        assert "S(0) on a, whose ranks are not in ascending order" in text, text
 
 
 def test_refusals_of_layouts():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.attention.varlen import varlen_attn
@@ -338,6 +338,20 @@ def test_more_refusals():
     many = PerDocumentHeadTail([[4] * 12], 2)
     refused(VarlenProblem((48,)), "a copy of the keys for each run", layout=many)
     judge(VarlenProblem((48,), window=(-1, -1)), 2, layout=many)
+
+
+def test_sums_over_descending_ranks_are_refused():
+    """DTensor would scatter them to the wrong ranks."""
+
+    def body(rank):
+        mesh = DeviceMesh("cpu", [1, 0])
+        query = distribute(BASE.tensors()[0], mesh, [Shard(1)])
+        key = DTensor.from_local(BASE.tensors()[1], mesh, [Partial()], run_check=False)
+        plan = cp_dispatch.explain_varlen(query, key, key, *BASE.starts())
+        assert len(plan.reasons) == 2 and "not in ascending order" in plan.reasons[0], plan
+
+    with cp_dispatch.enabled():
+        run_threads(2, body)
 
 
 def test_documents_are_refused_before_keys_are_summed():
