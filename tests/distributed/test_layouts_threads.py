@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.schedules import gather
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, permuted, run_permuted
 from tests.distributed.reference import (
@@ -81,6 +82,31 @@ def test_gather_with_masks(kind, mask):
         judge(
             problem, balancers(96, 4, 2)[kind], 4, "math", mask_placements=where, schedule="gather"
         )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_both_halves_of_a_gather_are_one_kernel_call(kernel, batch, monkeypatch):
+    """If the memory is ``(B, S, H, D)``, as models make it, they are two batch rows of one call."""
+    problem = Problem(batch=batch, heads=4, key_heads=2, length=48, dim=16, causal=True)
+    tensors, balancer = problem.tensors(), HeadTail(48, 4)
+    want, alone = exact(problem, tensors)[0], one_device(problem, tensors, kernel)[0]
+    of_halves, calls = gather._forward_halves, []
+    monkeypatch.setattr(gather, "_forward_halves", lambda *x: calls.append(0) or of_halves(*x))
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        inputs = []
+        for x in tensors[:3]:
+            own = permuted(x, balancer.indices, 2).chunk(4, 2)[rank]
+            own = own.transpose(1, 2).contiguous().transpose(1, 2)
+            inputs.append(DTensor.from_local(own, mesh, [Shard(2)], run_check=False))
+        output = problem.attend(*inputs).full_tensor()
+        check([permuted(output, balancer.inverse, 2)], [want], [alone])
+
+    with cp_dispatch.enabled(schedule="gather", layout=balancer), only(kernel):
+        run_threads(4, rank_body)
+    assert len(calls) == 3  # the halves of the last rank are adjacent
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
