@@ -26,7 +26,7 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
 from tests.flex.problems import gradients_on_cpu
-from tests.ranks import fake_ranks, one_rank, outline
+from tests.ranks import fake_ranks, one_rank, outline, with_rows
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
@@ -201,6 +201,14 @@ def test_refusals_of_layouts():
         both = outline(mesh, (2, 4, 5, 8), (Shard(2), Shard(2)))
         text = reasons(mesh, both, mask=mask_of(5), layout=HeadTail(5, 4))
         assert "a multiple of the number of ranks" in text
+
+
+@pytest.mark.parametrize("schedule", ["auto", "gather", "ring"])
+def test_shards_must_be_as_long_as_the_global_shape_says(schedule):
+    with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule=schedule):
+        query, key = (with_rows(mesh, n, (1, 2, 16, 4), 2) for n in (8, 7))
+        with pytest.raises(ContextParallelError, match="holds 7 keys, but .* it should hold 8"):
+            flex_attention(query, key, key)
 
 
 def test_a_mask_of_another_rank_is_refused():

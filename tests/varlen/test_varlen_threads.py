@@ -20,6 +20,7 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, keys
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks, with_rows
 from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
 
 BASE = VarlenProblem()
@@ -513,3 +514,13 @@ def test_explain_tells_what_is_refused_in_a_block():
 
     for handler, reason in run_threads(2, body):
         assert handler == "refused" and "this rank's shard alone" in reason
+
+
+@pytest.mark.parametrize("rows, keys", [(7, 8), (8, 7)])
+def test_shards_must_be_as_long_as_the_global_shape_says(rows, keys):
+    cu_seq = torch.tensor([0, 10, 16], dtype=torch.int32)
+    with fake_ranks(2) as mesh, cp_dispatch.enabled():
+        query, key = (with_rows(mesh, n, (16, 2, 4), 0) for n in (rows, keys))
+        words = f"holds {rows} queries and {keys} keys, but .* it should hold 8 and 8"
+        with pytest.raises(ContextParallelError, match=words):
+            varlen_attn(query, key, key, cu_seq, cu_seq, 10, 10)
