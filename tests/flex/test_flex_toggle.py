@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -184,6 +185,15 @@ def test_refusals_of_captured_tensors():
         rows = outline(mesh, SHAPE, (Shard(2), Replicate()))
         other = outline(mesh["a"], (64,), (Replicate(),))
         assert "tensor 0 that score_mod captures is on" in reasons(mesh, rows, captured=(other,))
+        strided = outline(mesh, (64,), (_StridedShard(0, split_factor=2), Replicate()))
+        text = reasons(mesh, rows, captured=(strided,))
+        assert "tensor 0 that score_mod captures has placements" in text
+
+
+def test_a_key_that_is_whole_on_one_of_two_sequence_dims_is_refused():
+    with fake_ranks(2, 2, names=("a", "b")) as mesh:
+        rows, part = (outline(mesh, SHAPE, (Shard(2), p)) for p in (Shard(2), Replicate()))
+        assert "on only some of the mesh dims" in reasons(mesh, rows, part)
 
 
 def test_refusals_of_layouts():
@@ -225,6 +235,23 @@ def test_a_mask_of_another_rank_is_refused():
         own.kv_num_blocks.add_(0)  # overwritten: it is unknown whose rows it has
         plan = cp_dispatch.explain_flex(*x, own)
         assert plan.handler == "refused" and "(rank 0 of 4)" in str(plan)
+
+
+def test_own_rows_must_match_mesh_lengths_and_layout():
+    def refused(words, layout, B=None, mesh=None, length=64):
+        with pytest.raises(ContextParallelError, match=words):
+            cp_dispatch.create_cp_block_mask(causal, B, None, length, length, mesh, layout=layout)
+
+    with fake_ranks(2) as mesh:
+        refused("must be a DeviceMesh, got NoneType", None)
+        refused("must be a balancer, None .* got 'head-tail'", "head-tail", mesh=mesh)
+        for layout in (HeadTail(64, 4), HeadTail(32, 2)):
+            refused("the mask is for 64 positions and the mesh has 2", layout, mesh=mesh)
+        rows = PerDocumentHeadTail([[4, 60], [60, 4], [30, 34]], 2)
+        refused("each of 3 batch rows, but the mask is for 2", rows, B=2, mesh=mesh)
+        for batch in (None, 1, 3):
+            own = cp_dispatch.create_cp_block_mask(causal, batch, None, 64, 64, mesh, layout=rows)
+            assert own.kv_num_blocks.size(0) == 3
 
 
 def test_own_rows_of_another_order_are_refused():
