@@ -239,6 +239,10 @@ def test_shards_that_ddp_overwrites(attend):
         alone = DistributedDataParallel(Rotated(attend), process_group=dist.new_group([0]))
         with context_parallel(mesh, buffers=[x, alone.module.table], buffer_seq_dims=[2, 0]):
             alone(x)
+        others = DistributedDataParallel(Rotated(attend))
+        others.module.table = torch.zeros(8, 8)  # whole, the same on every rank
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            others(x)
 
 
 # -- The style --------------------------------------------------------------------------------
