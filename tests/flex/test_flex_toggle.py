@@ -176,6 +176,9 @@ def test_refusals_name_every_reason():
         assert "expand key and value" in reasons(mesh, batch, one)
         assert "must agree in all but" in reasons(mesh, rows, rows, outline(mesh, (2, 4, 60, 8)))
         assert "block_mask is for 3 batch rows" in reasons(mesh, rows, mask=mask_of(64, 3))
+        placed = mask_of(64)
+        placed.kv_num_blocks = DTensor.from_local(placed.kv_num_blocks, mesh, (Replicate(),))
+        assert "block_mask holds DTensors" in reasons(mesh, rows, mask=placed)
         both = reasons(mesh, outline(mesh, SHAPE, (Shard(3),)), heads, mask=mask_of(64, 3))
         assert "supported are" in both and "3 batch rows" in both
 

@@ -164,7 +164,7 @@ def test_explain():
     with fake_ranks(4) as mesh:
         query = outline(mesh, (48, 4, 8), (Shard(0),))
         key = outline(mesh, (48, 2, 8), (Shard(0),))
-        assert cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq).handler == "stock"
+        stock = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq)
         with cp_dispatch.enabled(schedule="ring"):
             plan = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq, window_size=(-1, 0))
             wrong = cp_dispatch.explain_varlen(query, key, key, cu_seq, other)
@@ -194,6 +194,8 @@ def test_explain():
     assert (local.schedule, local.reasons) == ("local", ("the sequence is not sharded",))
     assert auto.schedule == "exchange" and "does not apply" not in str(auto)
     assert (plain.handler, plain.reasons) == ("stock", ("no argument is a DTensor",))
+    assert stock.handler == "stock" and "torch has no rule for DTensors" in stock.reasons[0]
+    assert "query: (48, 4, 8)" in str(stock) and "query: (1, 1, 1)" in str(plain)
     assert cut.handler == "refused" and "a copy of the keys for each run" in str(cut)
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
 
