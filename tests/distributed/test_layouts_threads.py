@@ -44,6 +44,11 @@ def judge(problem, balancer, world_size, kernel=None, shape=None, **how) -> None
         run_threads(world_size, rank_body)
 
 
+def in_token_major_memory(x: DTensor) -> DTensor:
+    own = x.to_local().transpose(1, 2).contiguous().transpose(1, 2)
+    return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -96,11 +101,8 @@ def test_both_halves_of_a_gather_are_one_kernel_call(kernel, batch, monkeypatch)
 
     def rank_body(rank):
         mesh = init_device_mesh("cpu", (4,))
-        inputs = []
-        for x in tensors[:3]:
-            own = permuted(x, balancer.indices, 2).chunk(4, 2)[rank]
-            own = own.transpose(1, 2).contiguous().transpose(1, 2)
-            inputs.append(DTensor.from_local(own, mesh, [Shard(2)], run_check=False))
+        moved = (permuted(x, balancer.indices, 2) for x in tensors[:3])
+        inputs = [in_token_major_memory(distribute(x, mesh, [Shard(2)])) for x in moved]
         output = problem.attend(*inputs).full_tensor()
         check([permuted(output, balancer.inverse, 2)], [want], [alone])
 
@@ -157,9 +159,10 @@ def test_dropout_goes_by_true_positions(monkeypatch):
     problem = Problem(heads=4, length=48, dim=8, causal=True, dtype=torch.float64)
     query, key, value, _ = problem.tensors()
 
-    def attend(mesh, order, **options):
+    def attend(mesh, order, placed=lambda x: x, **options):
         inputs = [
-            distribute(x.index_select(2, order), mesh, [Shard(2)]) for x in (query, key, value)
+            placed(distribute(x.index_select(2, order), mesh, [Shard(2)]))
+            for x in (query, key, value)
         ]
         with cp_dispatch.enabled(**options):
             return torch.nn.functional.scaled_dot_product_attention(
@@ -175,8 +178,9 @@ def test_dropout_goes_by_true_positions(monkeypatch):
         for schedule in ("mirrored_ring", "gather", "ulysses"):
             other = attend(mesh, torch.arange(48), schedule=schedule)
             torch.testing.assert_close(other, natural)
-        gathered = attend(mesh, balancer.indices[0], schedule="gather", layout=balancer)
-        torch.testing.assert_close(gathered.index_select(2, balancer.inverse[0]), natural)
+        for placed in (lambda x: x, in_token_major_memory):
+            gathered = attend(mesh, balancer.indices[0], placed, schedule="gather", layout=balancer)
+            torch.testing.assert_close(gathered.index_select(2, balancer.inverse[0]), natural)
 
     run_threads(3, rank_body)
 
