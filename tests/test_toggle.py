@@ -1,5 +1,6 @@
 """enable(), disable(), enabled(): whose options apply where, and to what."""
 
+import contextlib
 import warnings
 from unittest import mock
 
@@ -185,6 +186,34 @@ def test_a_wrong_option_names_the_choices_and_changes_nothing(switch):
     with pytest.raises(ContextParallelError, match="layout.*None.*natural order.*'zigzag'"):
         switch(layout="zigzag")
     assert not is_enabled() and not toggle._installed
+
+
+@pytest.mark.parametrize("part, inside", [
+    ("flex", False), ("varlen", False), ("reentrant", False), ("reentrant", True),
+])  # fmt: skip
+def test_an_installation_that_fails_is_undone(mesh, part, inside):
+    """So the next one works, and until then calls are torch's; also inside a scope."""
+    of_blocks = part == "reentrant"
+    x = torch.randn(1, 1, 8, 4)
+    want = imported_before_enable(x, x, x, is_causal=True)
+
+    def switch():
+        return cp_dispatch.context_parallel(mesh) if of_blocks else enabled("ring")
+
+    with enabled("gather") if inside else contextlib.nullcontext():
+        before = current()
+        with mock.patch.object(getattr(toggle, part), "install", side_effect=KeyError("no")):
+            for _ in range(2):
+                with pytest.raises(KeyError), switch():
+                    pass
+        assert current() == before and toggle.plain_context() is None
+        installed = bool(toggle._installed), bool(toggle.flex._replaced), is_enabled()
+        assert installed == (before is not None,) * 3
+        assert torch.equal(imported_before_enable(x, x, x, is_causal=True), want)
+        with switch():
+            assert toggle._installed
+        assert current() == before
+    assert not toggle._installed
 
 
 @pytest.mark.parametrize("switch", [enable, lambda: enabled().__enter__()])

@@ -22,6 +22,7 @@ from cp_dispatch.flex.cut import (
     touched,
     unpack,
 )
+from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.permute import span_indices
 
 
@@ -163,6 +164,22 @@ def test_a_rank_without_rows():
     whole = create_block_mask(lambda b, h, q, k: q >= k, None, None, 5, 5, "cpu")
     own = cut(Blocks(*whole.as_tuple()[2:10]), owned, 3, 128, 1)
     assert own.kv_indices.shape == (1, 1, 0, 1) and own.q_num.tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("heads", [1, 6])
+def test_a_rank_takes_its_batch_rows_and_heads_of_a_mask(batch, heads):
+    """Of dims that the mask has; others hold for all."""
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k + 8 * b + 16 * h, batch, heads, 64, 64, "cpu", BLOCK_SIZE=8
+    )
+    tensors = mask.as_tuple()[2:6]
+    part = [1, 2, 3, 1]  # batch rows 1 and 2, head 3
+    job = MaskJob(*tensors, 64, 64, [8, 8], part, [2], 0, "", "", False, False)
+    rows = slice(1, 3) if batch > 1 else slice(None)
+    own = slice(3, 4) if heads > 1 else slice(None)
+    for x, whole in zip(job.own_part()[:4], tensors, strict=True):
+        assert torch.equal(x, whole[rows, own])
 
 
 @pytest.mark.parametrize("at_once", [2**26, 1])

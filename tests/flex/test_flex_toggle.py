@@ -440,6 +440,13 @@ def test_explain_of_a_ring():
     with fake_ranks(4) as mesh, cp_dispatch.enabled(schedule="ring"):
         plan = cp_dispatch.explain_flex(*[outline(mesh, (1, 1, 5, 8))] * 3)
         assert plan.schedule == "exchange" and "because some rank has no rows" in str(plan)
+    with fake_ranks(2, 2, names=("a", "b")) as mesh, cp_dispatch.enabled(schedule="ring"):
+        for batch, heads, dim in ((1, 2, 0), (2, 1, 1), (2, 2, 0)):
+            x = outline(mesh, (batch, heads, 64, 8), (Shard(2), Shard(dim)))
+            plan = cp_dispatch.explain_flex(x, x, x)
+            some_has_none = batch == 1 or heads == 1
+            assert plan.schedule == ("exchange" if some_has_none else "ring")
+            assert ("some rank has no batch row or head" in str(plan)) == some_has_none
 
 
 def test_auto_is_a_ring_where_memory_asks_for_it():
