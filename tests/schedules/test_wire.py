@@ -66,3 +66,14 @@ def test_tensors_of_another_dtype_are_put_in_order_too(rows_differ):
     back = order.back.expand(2, ROWS)
     want = torch.stack([x[:, i] for x, i in zip(rows, back, strict=True)])
     assert torch.equal(result, want.bfloat16())
+
+
+@pytest.mark.parametrize("dim", [1, 3, 4])
+def test_dense_rows_of_any_size_go_home(dim):
+    """In a message they begin at multiples of 16 bytes, so dense memory is not always one."""
+    rows = torch.randn(1, ROWS, 1, dim).transpose(1, 2)
+    part = Part(torch.float32, dim, (Span(0, 1),))
+    message = Homeward(OneRank(), wire(1, (ROWS,), 0, (part,)), [[rows]], None)
+    result = torch.empty(1, 1, ROWS, dim)
+    message.wait(result)
+    assert torch.equal(result, rows)
