@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_before_enable
 
 import cp_dispatch
@@ -243,6 +244,15 @@ def test_calls_inside_torchs_own_context_parallel_are_refused(mesh, inference):
                 F.scaled_dot_product_attention(query, query, query)
         finally:
             torch_cp._disable_context_parallel_dispatcher()
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left(8, 8), causal_lower_right(8, 8)], ids=str)
+def test_a_causal_bias_beside_is_causal_raises_as_in_torch(mesh, bias):
+    for on in (False, True):
+        with enabled() if on else contextlib.nullcontext():
+            for x in (sharded(mesh)[0], torch.randn(1, 2, 8, 4)):
+                with pytest.raises(ValueError, match="should not be used with causal=True"):
+                    F.scaled_dot_product_attention(x, x, x, attn_mask=bias, is_causal=True)
 
 
 def test_torch_func_transforms_of_dtensors_are_refused(mesh):
