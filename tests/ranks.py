@@ -52,6 +52,16 @@ def outline(
     ).requires_grad_(requires_grad)
 
 
+def with_rows(mesh: DeviceMesh, rows: int, shape: tuple[int, ...], dim: int) -> DTensor:
+    """A DTensor of this global shape whose shard along ``dim`` has ``rows`` rows, right or not."""
+    local, stride = list(shape), torch.empty(shape, device="meta").stride()
+    local[dim] = rows
+    return DTensor.from_local(
+        torch.zeros(local), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape),
+        stride=stride,
+    )  # fmt: skip
+
+
 def own_code_compiled() -> set[str]:
     """Functions of cp_dispatch that dynamo has compiled by themselves, not as parts of a model."""
     seen = (reference() for reference in convert_frame.input_codes.seen)

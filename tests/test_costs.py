@@ -395,6 +395,13 @@ def test_explain_shows_the_time_of_a_hybrid_of_chosen_groups(monkeypatch, wish):
     assert lines == [plan.op_schedule] and plan.schedule == "hybrid"
 
 
+@pytest.mark.parametrize("schedule", ["ring", "replicated_keys", "replicated_queries", "local"])
+def test_explain_shows_no_times_of_schedules_that_do_not_apply(monkeypatch, schedule):
+    monkeypatch.setattr(planner, "constants_here", lambda device: constants())
+    plan = with_predictions(ring(causal=False, schedule=schedule), "cuda")
+    assert bool(plan.predictions) == (schedule == "ring")
+
+
 def test_a_hybrid_that_was_not_measured_costs_the_host_both_of_its_parts():
     """Constants of two ranks contain no hybrid. On four ranks it was predicted as the fastest of
     all for short shards."""

@@ -135,6 +135,16 @@ def test_span_indices(spans):
     assert span_indices(flipped).tolist() == expected
 
 
+@pytest.mark.parametrize("spans, total", [
+    ([[0, 2], [5, 1]], 2), ([[0, 2], [5, 1]], 4), ([[0, 3], [5, -1]], 2),
+])  # fmt: skip
+def test_spans_that_do_not_add_up_raise(spans, total):
+    """Their indices would run into those of other rows."""
+    for indices_of in (rows.span_indices, rows.span_indices_eager):
+        with pytest.raises((ContextParallelError, RuntimeError), match=f"spans? .*{total}"):
+            indices_of(torch.tensor(spans), total)
+
+
 def test_many_span_indices_by_several_threads():
     lengths = torch.randint(0, 50, (5000,))
     spans = torch.stack([torch.randint(0, 1 << 40, (5000,)), lengths], 1)

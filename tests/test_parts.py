@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cp_dispatch import parts
 from cp_dispatch.merge import token_major
 from cp_dispatch.parts import add_up, sum_parts
 
@@ -71,3 +72,20 @@ def test_rows_of_parts(seed):
     add_up(totals, parts, places)
     for total, want in zip(totals, expected, strict=True):
         torch.testing.assert_close(total, want)
+
+
+def test_what_the_kernel_does_not_take_is_summed_without_it(monkeypatch):
+    """It takes 48 parts of a row, contiguous head dims, and no narrow sum of float64."""
+    monkeypatch.setattr(parts, "has_kernel", lambda *_: True)
+
+    def by_kernel(count=48, dtype=torch.float32, part=None):
+        part = torch.zeros(1, 1, 4, 8) if part is None else part
+        total = torch.empty(1, 1, 4, 8, dtype=dtype)
+        add, _ = parts.way_to_add([part] * count, [total], ((0, 4, 0),) * count)
+        return add is not parts.sum_parts_eager
+
+    assert by_kernel() and by_kernel(dtype=torch.bfloat16)
+    assert not by_kernel(49)
+    assert not by_kernel(dtype=torch.float64)
+    assert by_kernel(dtype=torch.float64, part=torch.zeros(1, 1, 4, 8, dtype=torch.float64))
+    assert not by_kernel(part=torch.zeros(1, 1, 8, 4).mT)

@@ -216,6 +216,17 @@ def test_masks_and_orders_in_words(mesh):
     assert "key and value of length 64 are whole on every rank" in text
 
 
+def test_own_rows_of_a_mask_in_a_layout_are_not_redistributed(mesh):
+    def moved(placements) -> str:
+        mask = outline(mesh, (2, 1, 64, 64), placements, torch.bool)
+        with enabled(layout=HeadTail(64, 4)):
+            plan = explain(*gqa(mesh), mask, enable_gqa=True)
+        return "; ".join(x for x in plan.reasons if "redistributes" in x)
+
+    assert moved((Shard(2),)) == moved(WHOLE) == ""
+    assert "attn_mask from (Shard(dim=3),) to (Replicate(),)" in moved((Shard(3),))
+
+
 def test_a_call_that_stays_on_its_rank():
     with fake_ranks(2, 2, names=("dp", "tp")) as mesh, enabled():
         plan = explain(*gqa(mesh, (Shard(0), Shard(1))), is_causal=True, enable_gqa=True)

@@ -1,5 +1,6 @@
 """enable(), disable(), enabled(): whose options apply where, and to what."""
 
+import contextlib
 import warnings
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_before_enable
 
 import cp_dispatch
@@ -187,6 +189,34 @@ def test_a_wrong_option_names_the_choices_and_changes_nothing(switch):
     assert not is_enabled() and not toggle._installed
 
 
+@pytest.mark.parametrize("part, inside", [
+    ("flex", False), ("varlen", False), ("reentrant", False), ("reentrant", True),
+])  # fmt: skip
+def test_an_installation_that_fails_is_undone(mesh, part, inside):
+    """So the next one works, and until then calls are torch's; also inside a scope."""
+    of_blocks = part == "reentrant"
+    x = torch.randn(1, 1, 8, 4)
+    want = imported_before_enable(x, x, x, is_causal=True)
+
+    def switch():
+        return cp_dispatch.context_parallel(mesh) if of_blocks else enabled("ring")
+
+    with enabled("gather") if inside else contextlib.nullcontext():
+        before = current()
+        with mock.patch.object(getattr(toggle, part), "install", side_effect=KeyError("no")):
+            for _ in range(2):
+                with pytest.raises(KeyError), switch():
+                    pass
+        assert current() == before and toggle.plain_context() is None
+        installed = bool(toggle._installed), bool(toggle.flex._replaced), is_enabled()
+        assert installed == (before is not None,) * 3
+        assert torch.equal(imported_before_enable(x, x, x, is_causal=True), want)
+        with switch():
+            assert toggle._installed
+        assert current() == before
+    assert not toggle._installed
+
+
 @pytest.mark.parametrize("switch", [enable, lambda: enabled().__enter__()])
 def test_torchs_own_context_parallel_dispatcher_is_refused(switch):
     torch_cp._enable_context_parallel_dispatcher()
@@ -214,6 +244,15 @@ def test_calls_inside_torchs_own_context_parallel_are_refused(mesh, inference):
                 F.scaled_dot_product_attention(query, query, query)
         finally:
             torch_cp._disable_context_parallel_dispatcher()
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left(8, 8), causal_lower_right(8, 8)], ids=str)
+def test_a_causal_bias_beside_is_causal_raises_as_in_torch(mesh, bias):
+    for on in (False, True):
+        with enabled() if on else contextlib.nullcontext():
+            for x in (sharded(mesh)[0], torch.randn(1, 2, 8, 4)):
+                with pytest.raises(ValueError, match="should not be used with causal=True"):
+                    F.scaled_dot_product_attention(x, x, x, attn_mask=bias, is_causal=True)
 
 
 def test_torch_func_transforms_of_dtensors_are_refused(mesh):

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from cp_dispatch import ContextParallelError
 from cp_dispatch.backends import BACKENDS, Backend, cudnn, efficient, no_coins, packed_heads
 from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.backends.efficient import _heads_side_by_side
@@ -211,6 +212,14 @@ def test_calls_larger_than_a_grid_go_in_parts(monkeypatch, limit, mask_shape):
     got = kernel.backward(grad, query, key, value, *whole, mask, False, 0.3)
     for mine, true in zip(got[:3], wanted[:3], strict=True):
         torch.testing.assert_close(mine, true)
+
+
+def test_more_query_heads_per_key_head_than_a_grid_takes_are_refused(monkeypatch):
+    kernel = BACKENDS["math"]
+    monkeypatch.setattr(type(kernel), "largest_grid", 3)
+    query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 1, 2, 8)
+    with pytest.raises(ContextParallelError, match="at most 3 query heads per key head, got 4"):
+        kernel.forward(query, key, key, None, False, 0.3)
 
 
 def test_efficient_attention_gets_the_heads_of_a_row_side_by_side():

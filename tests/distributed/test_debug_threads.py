@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import varlen
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
@@ -245,5 +245,21 @@ def test_flex_attention_on_all_ranks_but_one(call, words):
         with cp_dispatch.enabled(), pytest.raises(ContextParallelError, match="do not agree") as e:
             attend(*own)
         assert words in str(e.value) and " flex_attention\n" in str(e.value)
+
+    on_mesh(2, body)
+
+
+def test_masks_of_flex_attention_that_differ():
+    """Also between fewer queries than keys."""
+
+    def body(mesh):
+        rows = (lambda b, h, q, k: q >= k) if mesh.get_local_rank() else (lambda b, h, q, k: q > 8)
+        mask = create_block_mask(rows, None, None, 16, 64, "cpu", BLOCK_SIZE=8)
+        query, key = (
+            distribute(torch.randn(1, 2, length, 8), mesh, [Shard(2)]) for length in (16, 64)
+        )
+        with cp_dispatch.enabled(), pytest.raises(ContextParallelError, match="do not agree") as e:
+            flex_attention(query, key, key, block_mask=mask)
+        assert "blocks of the mask" in str(e.value)
 
     on_mesh(2, body)

@@ -122,6 +122,10 @@ def test_it_does_not_communicate(monkeypatch):
             plan = explain(*own)
         assert plan.handler == "cp_dispatch" and plan.query_length == 16
         assert "assumed that every rank holds 8 rows of key" in str(plan)
+        with context_parallel(mesh, buffers=[torch.zeros(21)], buffer_seq_dims=[0]):
+            one = explain(*[x[:, :, :1] for x in own], torch.ones(1, 1, dtype=torch.bool))
+        for name in ("query", "key"):
+            assert f"assumed that size 1 of attn_mask broadcasts over every {name}" in str(one)
 
     on_mesh(2, body)
 

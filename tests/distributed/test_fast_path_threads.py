@@ -221,6 +221,20 @@ def test_what_changes_a_plan_changes_the_call(monkeypatch):
     assert len(calls) == 11
 
 
+@pytest.mark.parametrize("modes", [(False, True), (True, False)], ids=["before", "after"])
+def test_validation_beside_training(modes):
+    """What was learned without a graph makes none."""
+
+    def body(mesh):
+        inputs = [distribute(x, mesh, ROWS).requires_grad_() for x in CAUSAL.tensors()[:3]]
+        for wanted in modes:
+            with torch.set_grad_enabled(wanted):
+                assert [attend(*inputs).requires_grad for _ in range(3)] == [wanted] * 3
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("groups, whole_ways", [("the same", 2), ("others", 4)])
 def test_slices_of_a_mesh_are_one_and_meshes_of_other_groups_are_not(
     monkeypatch, groups, whole_ways

@@ -145,6 +145,32 @@ def test_rooms_that_others_take_the_place_of(rooms, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
+def test_plain_calls_of_two_dtypes_are_of_two_kinds(rooms, schedule):
+    """They share an op's arguments."""
+    cases = [
+        Case(32, schedule=schedule, key_heads=4, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        with cp_dispatch.context_parallel(mesh, balancer=None, schedule=schedule):
+            for case in cases * 4:
+                *inputs, grad = (
+                    x.chunk(2, 2)[rank].transpose(1, 2).contiguous().transpose(1, 2)
+                    for x in case.tensors
+                )
+                inputs = [x.requires_grad_() for x in inputs]
+                output = case.problem.attend(*inputs)
+                own = [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+                whole = cp_dispatch.unshard(mesh, own, 2)
+                check(whole, case.want, case.alone)
+
+    run(2, body)
+    rooms.assert_all_was_read()
+
+
+@pytest.mark.parametrize("schedule", ["one_call", "ulysses"])
 @pytest.mark.parametrize("failing", [(1,), (0, 1, 2)], ids=str)
 def test_after_an_error_in_a_known_backward_no_rank_waits(rooms, monkeypatch, failing, schedule):
     name = "prefix_backward" if schedule == "one_call" else "backward"

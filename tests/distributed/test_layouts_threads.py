@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.schedules import gather
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, permuted, run_permuted
 from tests.distributed.reference import (
@@ -41,6 +42,11 @@ def judge(problem, balancer, world_size, kernel=None, shape=None, **how) -> None
 
     with only(kernel):
         run_threads(world_size, rank_body)
+
+
+def in_token_major_memory(x: DTensor) -> DTensor:
+    own = x.to_local().transpose(1, 2).contiguous().transpose(1, 2)
+    return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -81,6 +87,28 @@ def test_gather_with_masks(kind, mask):
         judge(
             problem, balancers(96, 4, 2)[kind], 4, "math", mask_placements=where, schedule="gather"
         )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_both_halves_of_a_gather_are_one_kernel_call(kernel, batch, monkeypatch):
+    """If the memory is ``(B, S, H, D)``, as models make it, they are two batch rows of one call."""
+    problem = Problem(batch=batch, heads=4, key_heads=2, length=48, dim=16, causal=True)
+    tensors, balancer = problem.tensors(), HeadTail(48, 4)
+    want, alone = exact(problem, tensors)[0], one_device(problem, tensors, kernel)[0]
+    of_halves, calls = gather._forward_halves, []
+    monkeypatch.setattr(gather, "_forward_halves", lambda *x: calls.append(0) or of_halves(*x))
+
+    def rank_body(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        moved = (permuted(x, balancer.indices, 2) for x in tensors[:3])
+        inputs = [in_token_major_memory(distribute(x, mesh, [Shard(2)])) for x in moved]
+        output = problem.attend(*inputs).full_tensor()
+        check([permuted(output, balancer.inverse, 2)], [want], [alone])
+
+    with cp_dispatch.enabled(schedule="gather", layout=balancer), only(kernel):
+        run_threads(4, rank_body)
+    assert len(calls) == 3  # the halves of the last rank are adjacent
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -131,9 +159,10 @@ def test_dropout_goes_by_true_positions(monkeypatch):
     problem = Problem(heads=4, length=48, dim=8, causal=True, dtype=torch.float64)
     query, key, value, _ = problem.tensors()
 
-    def attend(mesh, order, **options):
+    def attend(mesh, order, placed=lambda x: x, **options):
         inputs = [
-            distribute(x.index_select(2, order), mesh, [Shard(2)]) for x in (query, key, value)
+            placed(distribute(x.index_select(2, order), mesh, [Shard(2)]))
+            for x in (query, key, value)
         ]
         with cp_dispatch.enabled(**options):
             return torch.nn.functional.scaled_dot_product_attention(
@@ -149,8 +178,9 @@ def test_dropout_goes_by_true_positions(monkeypatch):
         for schedule in ("mirrored_ring", "gather", "ulysses"):
             other = attend(mesh, torch.arange(48), schedule=schedule)
             torch.testing.assert_close(other, natural)
-        gathered = attend(mesh, balancer.indices[0], schedule="gather", layout=balancer)
-        torch.testing.assert_close(gathered.index_select(2, balancer.inverse[0]), natural)
+        for placed in (lambda x: x, in_token_major_memory):
+            gathered = attend(mesh, balancer.indices[0], placed, schedule="gather", layout=balancer)
+            torch.testing.assert_close(gathered.index_select(2, balancer.inverse[0]), natural)
 
     run_threads(3, rank_body)
 

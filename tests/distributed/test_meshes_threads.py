@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -14,6 +15,7 @@ from tests.distributed.calls import only
 from tests.distributed.reference import Mask, Problem, check, exact, one_device
 from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks
 
 PLACEMENTS = {"dp": Shard(0), "tp": Shard(1), "cp": Shard(2), "rep": Replicate()}
 
@@ -222,3 +224,21 @@ def test_sub_mesh_of_a_larger_mesh():
             check(run_sharded(problem, tensors, whole[name]), want, single)
 
     run_threads(4, rank_body)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}], ids=str)
+def test_a_rank_outside_the_mesh_takes_no_part(options):
+    """Also in a repeated call; its gradients have the strides of the leaves."""
+    with fake_ranks(5, rank=4):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        tensors = [
+            distribute(torch.zeros(2, heads, 16, 8), mesh, placed("dp cp")).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
+        for _ in range(2):
+            output = F.scaled_dot_product_attention(*tensors, enable_gqa=True, **options)
+            grads = torch.autograd.grad(output, tensors, torch.zeros_like(output))
+            for x, like in zip((output, *grads), (tensors[0], *tensors), strict=True):
+                assert x.placements == like.placements and x.shape == like.shape
+                assert x.to_local().numel() == 0
+            assert all(a.stride() == b.stride() for a, b in zip(grads, tensors, strict=True))

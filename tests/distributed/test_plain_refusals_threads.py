@@ -152,6 +152,9 @@ def test_arguments():
         refused("no dim True", ValueError, buffers=[x], buffer_seq_dims=[True])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
         refused("pass each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, "cpu", BLOCK_SIZE=4)
+        twice = "a BlockMask, is already a buffer"
+        refused(twice, buffers=[mask, mask], buffer_seq_dims=[0, 0])
         needs = nn.Parameter(torch.zeros(16))
         refused("needs a gradient", buffers=[needs], buffer_seq_dims=[0])
         refused("balancer must be", balancer="zigzag")
@@ -163,8 +166,11 @@ def test_arguments():
         two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
         refused('such as mesh\\["cp"\\]', mesh=two)
         torch.distributed.barrier()  # else one rank's block would be open during the other's checks
-        with context_parallel(two["cp"], buffers=[x], buffer_seq_dims=[0]):
+        with context_parallel(two["cp"], buffers=[x, mask], buffer_seq_dims=[0, 0]):
             assert len(x) == 8
+            with pytest.raises(ContextParallelError, match=twice):
+                with context_parallel(mesh, buffers=[mask], buffer_seq_dims=[0]):
+                    pass
         with pytest.raises(ValueError, match="seq_dims 0"):
             cp_dispatch.context_parallel_unshard(mesh, [x], [])
         with pytest.raises(ContextParallelError, match="balancer must be"):
@@ -239,6 +245,10 @@ def test_shards_that_ddp_overwrites(attend):
         alone = DistributedDataParallel(Rotated(attend), process_group=dist.new_group([0]))
         with context_parallel(mesh, buffers=[x, alone.module.table], buffer_seq_dims=[2, 0]):
             alone(x)
+        others = DistributedDataParallel(Rotated(attend))
+        others.module.table = torch.zeros(8, 8)  # whole, the same on every rank
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            others(x)
 
 
 # -- The style --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import cp_dispatch
 from tests.distributed.recorder import Recorder
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks, with_rows
 
 B, H, S, D = 2, 4, 32, 16
 SEQ = [Shard(2)]
@@ -254,3 +255,12 @@ def test_two_meshes(monkeypatch):
         return [make(mesh), make(other, placements=placements), make(mesh)], {}
 
     assert "put all on one mesh" in refused(monkeypatch, arguments, (2,))
+
+
+@pytest.mark.parametrize("rows, keys", [(7, 8), (8, 7)])
+def test_shards_must_be_as_long_as_the_global_shape_says(rows, keys):
+    with fake_ranks(2) as mesh, cp_dispatch.enabled():
+        query, key = (with_rows(mesh, n, (1, 2, 16, 4), 2) for n in (rows, keys))
+        words = f"holds {rows} query rows and {keys} keys, but .* it should hold 8 and 8"
+        with pytest.raises(cp_dispatch.ContextParallelError, match=words):
+            F.scaled_dot_product_attention(query, key, key)

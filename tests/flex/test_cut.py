@@ -22,6 +22,7 @@ from cp_dispatch.flex.cut import (
     touched,
     unpack,
 )
+from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.permute import span_indices
 
 
@@ -182,27 +183,48 @@ def test_the_helper_names_sizes_that_are_wrong(lengths, block, words):
         create_cp_block_mask(lambda b, h, q, k: q >= k, 1, 1, *lengths, mesh, BLOCK_SIZE=block)
 
 
-def test_the_mask_of_the_helper_is_exact():
-    """``create_cp_block_mask`` evaluates pairs, so it finds more full blocks than a cut does."""
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("heads", [1, 6])
+def test_a_rank_takes_its_batch_rows_and_heads_of_a_mask(batch, heads):
+    """Of dims that the mask has; others hold for all."""
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k + 8 * b + 16 * h, batch, heads, 64, 64, "cpu", BLOCK_SIZE=8
+    )
+    tensors = mask.as_tuple()[2:6]
+    part = [1, 2, 3, 1]  # batch rows 1 and 2, head 3
+    job = MaskJob(*tensors, 64, 64, [8, 8], part, [2], 0, "", "", False, False)
+    rows = slice(1, 3) if batch > 1 else slice(None)
+    own = slice(3, 4) if heads > 1 else slice(None)
+    for x, whole in zip(job.own_part()[:4], tensors, strict=True):
+        assert torch.equal(x, whole[rows, own])
+
+
+@pytest.mark.parametrize("at_once", [2**26, 1])
+def test_the_mask_of_the_helper_is_exact(at_once, monkeypatch):
+    """``create_cp_block_mask`` evaluates pairs, so it finds more full blocks than a cut does; long
+    masks are made in several parts."""
     from torch.distributed.device_mesh import DeviceMesh
 
     import cp_dispatch
+    from cp_dispatch.flex import create
     from tests.ranks import fake_ranks
 
-    def mod(b, h, q, k):
-        return (q >= k) | (h == 1)
+    monkeypatch.setattr(create, "_AT_ONCE", at_once)
 
-    pairs = create_mask(mod, 1, 2, 50, 50, device="cpu")
+    def mod(b, h, q, k):
+        return (q >= k + 3 * b) | (h == 1)
+
+    pairs = create_mask(mod, 2, 2, 50, 50, device="cpu")
     for rank in range(3):
         with fake_ranks(3, rank=rank) as mesh:
             assert isinstance(mesh, DeviceMesh)
-            own = cp_dispatch.create_cp_block_mask(mod, None, 2, 50, 50, mesh, BLOCK_SIZE=8)
+            own = cp_dispatch.create_cp_block_mask(mod, 2, 2, 50, 50, mesh, BLOCK_SIZE=8)
         rows = pairs[:, :, 17 * rank : min(17 * (rank + 1), 50)]
         rows = torch.nn.functional.pad(rows, (0, 6, 0, -rows.size(2) % 8))
         blocks = rows.unflatten(3, (7, 8)).unflatten(2, (-1, 8))
         partial, full = table_of(Blocks(*own.as_tuple()[2:10]), 7)
         assert torch.equal(full, blocks.all(5).all(3))
         assert torch.equal(partial | full, blocks.any(5).any(3))
-        assert own.shape == (1, 2, 50, 50)
+        assert own.shape == (2, 2, 50, 50)
         # Kernels on GPUs step through both kinds of lists with stride 1.
         assert all(x.is_contiguous() for x in own.as_tuple()[2:10])

@@ -17,6 +17,7 @@ from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.by_need.kept import Kept
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.flex import exchange, hops, prepared
+from cp_dispatch.flex import needs as needs_module
 from cp_dispatch.flex.cut import Blocks, dense, unpack
 from cp_dispatch.flex.hops import window
 from cp_dispatch.flex.mask_job import MaskJob
@@ -199,6 +200,18 @@ def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long):
         run_ops(mask, length, ranks, layout, whole, rooms)
         if rooms is not None:
             rooms.assert_all_is_quiet()
+
+
+@pytest.mark.parametrize("layout", ["", HeadTail(90, 3).text], ids=["natural", "head-tail"])
+def test_rows_arrive_packed(layout, monkeypatch):
+    monkeypatch.setattr(needs_module, "_WORTH_A_LAUNCH", 0)
+    rooms = Rooms(monkeypatch)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (k % 32 < 16), B, None, 90, 90, "cpu", BLOCK_SIZE=8
+    )
+    run_ops(mask, 90, 3, layout, rooms=rooms)
+    assert "flex keys" in rooms.used
+    rooms.assert_all_is_quiet()
 
 
 def test_a_window_moves_one_edge(monkeypatch):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,7 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
 from tests.flex.problems import gradients_on_cpu
-from tests.ranks import fake_ranks, one_rank, outline
+from tests.ranks import fake_ranks, one_rank, outline, with_rows
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
@@ -176,6 +177,9 @@ def test_refusals_name_every_reason():
         assert "expand key and value" in reasons(mesh, batch, one)
         assert "must agree in all but" in reasons(mesh, rows, rows, outline(mesh, (2, 4, 60, 8)))
         assert "block_mask is for 3 batch rows" in reasons(mesh, rows, mask=mask_of(64, 3))
+        placed = mask_of(64)
+        placed.kv_num_blocks = DTensor.from_local(placed.kv_num_blocks, mesh, (Replicate(),))
+        assert "block_mask holds DTensors" in reasons(mesh, rows, mask=placed)
         both = reasons(mesh, outline(mesh, SHAPE, (Shard(3),)), heads, mask=mask_of(64, 3))
         assert "supported are" in both and "3 batch rows" in both
 
@@ -190,6 +194,15 @@ def test_refusals_of_captured_tensors():
         part = outline(turned, (64,), (Shard(0), Replicate()))
         text = reasons(turned, heads, captured=(part,))
         assert "S(0) on a, whose ranks are not in ascending order" in text, text
+        strided = outline(mesh, (64,), (_StridedShard(0, split_factor=2), Replicate()))
+        text = reasons(mesh, rows, captured=(strided,))
+        assert "tensor 0 that score_mod captures has placements" in text
+
+
+def test_a_key_that_is_whole_on_one_of_two_sequence_dims_is_refused():
+    with fake_ranks(2, 2, names=("a", "b")) as mesh:
+        rows, part = (outline(mesh, SHAPE, (Shard(2), p)) for p in (Shard(2), Replicate()))
+        assert "on only some of the mesh dims" in reasons(mesh, rows, part)
 
 
 def test_refusals_of_layouts():
@@ -209,6 +222,14 @@ def test_refusals_of_layouts():
         assert "a multiple of the number of ranks" in text
 
 
+@pytest.mark.parametrize("schedule", ["auto", "gather", "ring"])
+def test_shards_must_be_as_long_as_the_global_shape_says(schedule):
+    with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule=schedule):
+        query, key = (with_rows(mesh, n, (1, 2, 16, 4), 2) for n in (8, 7))
+        with pytest.raises(ContextParallelError, match="holds 7 keys, but .* it should hold 8"):
+            flex_attention(query, key, key)
+
+
 def test_a_mask_of_another_rank_is_refused():
     """One whose rows of blocks are neither those of the whole sequence nor this rank's."""
     with fake_ranks(3) as mesh, cp_dispatch.enabled():
@@ -223,6 +244,23 @@ def test_a_mask_of_another_rank_is_refused():
         own.kv_num_blocks.add_(0)  # overwritten: it is unknown whose rows it has
         plan = cp_dispatch.explain_flex(*x, own)
         assert plan.handler == "refused" and "(rank 0 of 4)" in str(plan)
+
+
+def test_own_rows_must_match_mesh_lengths_and_layout():
+    def refused(words, layout, B=None, mesh=None, length=64):
+        with pytest.raises(ContextParallelError, match=words):
+            cp_dispatch.create_cp_block_mask(causal, B, None, length, length, mesh, layout=layout)
+
+    with fake_ranks(2) as mesh:
+        refused("must be a DeviceMesh, got NoneType", None)
+        refused("must be a balancer, None .* got 'head-tail'", "head-tail", mesh=mesh)
+        for layout in (HeadTail(64, 4), HeadTail(32, 2)):
+            refused("the mask is for 64 positions and the mesh has 2", layout, mesh=mesh)
+        rows = PerDocumentHeadTail([[4, 60], [60, 4], [30, 34]], 2)
+        refused("each of 3 batch rows, but the mask is for 2", rows, B=2, mesh=mesh)
+        for batch in (None, 1, 3):
+            own = cp_dispatch.create_cp_block_mask(causal, batch, None, 64, 64, mesh, layout=rows)
+            assert own.kv_num_blocks.size(0) == 3
 
 
 def test_own_rows_of_another_order_are_refused():
@@ -350,7 +388,9 @@ def test_queries_and_keys_in_different_orders_are_refused_in_a_block(lengths):
         ):
             assert cp_dispatch.explain_flex(*whole, own).handler == "refused"
             for call, given in ((flex_attention, own), (module, mask)):
-                with pytest.raises(ContextParallelError, match="queries are in the order"):
+                order = "natural" if lengths[0] == 6 else "HeadTail"
+                words = f"{lengths[0]} queries are in the order {order}"
+                with pytest.raises(ContextParallelError, match=words):
                     call(*whole, block_mask=given)
 
 
@@ -409,6 +449,13 @@ def test_explain_of_a_ring():
     with fake_ranks(4) as mesh, cp_dispatch.enabled(schedule="ring"):
         plan = cp_dispatch.explain_flex(*[outline(mesh, (1, 1, 5, 8))] * 3)
         assert plan.schedule == "exchange" and "because some rank has no rows" in str(plan)
+    with fake_ranks(2, 2, names=("a", "b")) as mesh, cp_dispatch.enabled(schedule="ring"):
+        for batch, heads, dim in ((1, 2, 0), (2, 1, 1), (2, 2, 0)):
+            x = outline(mesh, (batch, heads, 64, 8), (Shard(2), Shard(dim)))
+            plan = cp_dispatch.explain_flex(x, x, x)
+            some_has_none = batch == 1 or heads == 1
+            assert plan.schedule == ("exchange" if some_has_none else "ring")
+            assert ("some rank has no batch row or head" in str(plan)) == some_has_none
 
 
 def test_auto_is_a_ring_where_memory_asks_for_it():

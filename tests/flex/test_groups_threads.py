@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
-from cp_dispatch.flex import flight
+from cp_dispatch.flex import flight, pulled, sums
 from cp_dispatch.flex import group_ops as _ops  # noqa: F401  defines them
 from cp_dispatch.flex.groups import count_groups, keys_travel, spans
 from cp_dispatch.flex.mask_job import MaskJob
@@ -139,6 +139,21 @@ def test_rooms_hold_what_is_read(monkeypatch):
     monkeypatch.setattr("cp_dispatch.flex.pulled.MOST_RUNS", 1)
     run_groups(mask, 128, 4, HeadTail(128, 4).text, twice=False)
     assert rooms.used == {"flex gradients"}
+
+
+@pytest.mark.parametrize("kind", ["", "head-tail"])
+def test_gradients_of_many_runs_are_summed_by_row(kind, monkeypatch):
+    """Each group's shares, those that arrive after the rank's own."""
+    rooms = Rooms(monkeypatch)
+    monkeypatch.setattr(sums, "MOST_STRETCHES", 0)
+    by_row, summed = pulled.PulledGradients._sum_by_row, []
+    monkeypatch.setattr(
+        pulled.PulledGradients, "_sum_by_row", lambda *x: summed.append(0) or by_row(*x)
+    )
+    mask = create_block_mask(causal, None, None, 96, 96, "cpu", BLOCK_SIZE=8)
+    run_groups(mask, 96, 3, make_layout(kind, mask, 96, 3), groups=2, twice=False)
+    assert len(summed) == 3 * (1 + 2)  # of all heads, and of each group
+    rooms.assert_all_is_quiet()
 
 
 def test_tokens(rooms):

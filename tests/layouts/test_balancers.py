@@ -437,3 +437,10 @@ def test_an_outline_has_no_indices():
     assert outline == layout and outline.spans(1) == layout.spans(1)
     assert not {"indices", "inverse"} & vars(outline).keys()
     assert outline.outline is outline
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_does_not_exist_owns_nothing(rank):
+    for balancer in (HeadTail(8, 2), PerDocumentHeadTail([3, 5], 2), BlockBalanced([1, 2], 2, 4)):
+        with pytest.raises(ContextParallelError, match=rf"rank must be in 0..1, got {rank}"):
+            balancer.positions(rank)

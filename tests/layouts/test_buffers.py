@@ -226,6 +226,7 @@ def test_parameters_and_grad_modes():
         ({"a": [3]}, 0, None, r"buffers\['a'\]\[0\] must be a tensor, or a list, .* got int"),
         (torch.ones(3, 24), 1, PerDocumentHeadTail(ROWS, 2), r"has 2 layouts, .* shape \[3, 24\]"),
         (torch.ones(24, 2), 0, PerDocumentHeadTail(ROWS, 2), "its sequence in dim 0"),
+        (torch.ones(2, 2), 0, PerDocumentHeadTail([[1, 1], [2]], 2), "its sequence in dim 0"),
     ],
 )
 def test_refusals(buffers, seq_dims, balancer, message):

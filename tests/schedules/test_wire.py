@@ -50,3 +50,30 @@ def test_memory_stays_until_it_has_been_read(ordered):
     message.wait(result)
     assert torch.equal(result, want)
     assert all(tensor() is None for tensor in held)
+
+
+@pytest.mark.parametrize("rows_differ", [False, True])
+def test_tensors_of_another_dtype_are_put_in_order_too(rows_differ):
+    """Kernels may return float32 where the message holds bfloat16."""
+    index = torch.tensor([[2, 0, 3, 1], [1, 3, 0, 2]])
+    index = index if rows_differ else index[0]
+    order = Order(index, index.argsort(-1))
+    part = Part(torch.bfloat16, DIM, (Span(0, HEADS),))
+    rows = torch.randn(2, HEADS, ROWS, DIM)
+    message = Homeward(OneRank(), wire(2, (ROWS,), 0, (part,)), [[rows]], order)
+    result = torch.empty(rows.shape, dtype=torch.bfloat16)
+    message.wait(result)
+    back = order.back.expand(2, ROWS)
+    want = torch.stack([x[:, i] for x, i in zip(rows, back, strict=True)])
+    assert torch.equal(result, want.bfloat16())
+
+
+@pytest.mark.parametrize("dim", [1, 3, 4])
+def test_dense_rows_of_any_size_go_home(dim):
+    """In a message they begin at multiples of 16 bytes, so dense memory is not always one."""
+    rows = torch.randn(1, ROWS, 1, dim).transpose(1, 2)
+    part = Part(torch.float32, dim, (Span(0, 1),))
+    message = Homeward(OneRank(), wire(1, (ROWS,), 0, (part,)), [[rows]], None)
+    result = torch.empty(1, 1, ROWS, dim)
+    message.wait(result)
+    assert torch.equal(result, rows)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cp_dispatch
+from cp_dispatch import HeadTail
 from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
@@ -164,7 +165,7 @@ def test_explain():
     with fake_ranks(4) as mesh:
         query = outline(mesh, (48, 4, 8), (Shard(0),))
         key = outline(mesh, (48, 2, 8), (Shard(0),))
-        assert cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq).handler == "stock"
+        stock = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq)
         with cp_dispatch.enabled(schedule="ring"):
             plan = cp_dispatch.explain_varlen(query, key, key, cu_seq, cu_seq, window_size=(-1, 0))
             wrong = cp_dispatch.explain_varlen(query, key, key, cu_seq, other)
@@ -194,6 +195,8 @@ def test_explain():
     assert (local.schedule, local.reasons) == ("local", ("the sequence is not sharded",))
     assert auto.schedule == "exchange" and "does not apply" not in str(auto)
     assert (plain.handler, plain.reasons) == ("stock", ("no argument is a DTensor",))
+    assert stock.handler == "stock" and "torch has no rule for DTensors" in stock.reasons[0]
+    assert "query: (48, 4, 8)" in str(stock) and "query: (1, 1, 1)" in str(plain)
     assert cut.handler == "refused" and "a copy of the keys for each run" in str(cut)
     assert "cu_seq_k ends at 50" in str(wrong) and "key is torch.float32" in str(refused)
 
@@ -207,7 +210,8 @@ def test_a_plan_is_made_once(monkeypatch):
     with fake_ranks(4) as mesh:
         tensors = [outline(mesh, (48, 4, 8), (Shard(0),)) for _ in range(3)]
         placed = [
-            DTensor.from_local(cu_seq, mesh, [p], run_check=False) for p in (Replicate(), Shard(0))
+            DTensor.from_local(cu_seq, mesh, [p], run_check=False, shape=(2,), stride=(1,))
+            for p in (Replicate(), Shard(0))
         ]
         for starts in (cu_seq, *placed):
             made.clear()
@@ -216,6 +220,26 @@ def test_a_plan_is_made_once(monkeypatch):
             is_cut = starts is placed[1]
             assert handlers == ({"refused"} if is_cut else {"cp_dispatch"})
             assert len(made) == (3 if is_cut else 1)
+        for name in ("seqused_k", "block_table", "num_splits"):
+            call = VarlenCall(*tensors, cu_seq, cu_seq, **{name: 1})
+            plan = plan_module.known_plan(Options(), call)
+            assert plan.handler == "refused" and name in plan.reasons[0]
+
+
+def test_explain_refuses_orders_that_differ():
+    """The order of the ranks from that of the shards, and the shards of shards from a layout's."""
+    cu_seq = torch.tensor([0, 10], dtype=torch.int32)
+    with fake_ranks(2, 2, names=("a", "b")) as mesh:
+        falling = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("a", "b"))
+        for over, rows, layout, words in (
+            (falling, (Replicate(), Shard(0)), None, "not in ascending order, [1, 0]"),
+            (mesh, (Shard(0), Shard(0)), HeadTail(10, 4), "gives the ranks (3, 2, 3, 2)"),
+        ):
+            x = outline(over, (10, 4, 8), rows)
+            with cp_dispatch.enabled(layout=layout):
+                plan = cp_dispatch.explain_varlen(x, x, x, cu_seq, cu_seq)
+            (reason,) = plan.reasons
+            assert plan.handler == "refused" and words in reason, plan
 
 
 def test_explain_refuses_shapes_and_arguments():

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +19,9 @@ from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocume
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, keys
 from tests.distributed.sharded import distribute
+from tests.distributed.spawn import TORCH_2_13
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks, with_rows
 from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
 
 BASE = VarlenProblem()
@@ -527,3 +529,31 @@ def test_explain_tells_what_is_refused_in_a_block():
 
     for handler, reason in run_threads(2, body):
         assert handler == "refused" and "this rank's shard alone" in reason
+
+
+@pytest.mark.parametrize("rows, keys", [(7, 8), (8, 7)])
+def test_shards_must_be_as_long_as_the_global_shape_says(rows, keys):
+    cu_seq = torch.tensor([0, 10, 16], dtype=torch.int32)
+    with fake_ranks(2) as mesh, cp_dispatch.enabled():
+        query, key = (with_rows(mesh, n, (16, 2, 4), 0) for n in (rows, keys))
+        words = f"holds {rows} queries and {keys} keys, but .* it should hold 8 and 8"
+        with pytest.raises(ContextParallelError, match=words):
+            varlen_attn(query, key, key, cu_seq, cu_seq, 10, 10)
+
+
+def test_a_rank_outside_the_mesh_takes_no_part():
+    cu_seq = torch.tensor([0, 10, 16], dtype=torch.int32)
+    with fake_ranks(3, rank=2), cp_dispatch.enabled(), CommDebugMode() as moved:
+        mesh = DeviceMesh("cpu", [0, 1])
+        query, key = (
+            distribute(torch.zeros(16, heads, 8), mesh, ROWS).requires_grad_() for heads in (4, 2)
+        )
+        how = {"return_aux": AuxRequest(lse=True)} | ({"enable_gqa": True} if TORCH_2_13 else {})
+        output, logsumexp = varlen_attn(query, key, key, cu_seq, cu_seq, 10, 10, **how)
+        assert output.shape == query.shape and logsumexp.shape == (4, 16)
+        assert output.placements == (Shard(0),) and logsumexp.placements == (Shard(1),)
+        output.backward(torch.zeros_like(output))
+    for x in (output, logsumexp, query.grad, key.grad):
+        assert x.to_local().numel() == 0
+    assert query.grad.shape == query.shape and key.grad.shape == key.shape
+    assert moved.get_total_counts() == 0
