@@ -19,6 +19,7 @@ partial.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -220,9 +221,9 @@ def _padded(shape) -> int:
     return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
 
 
-def own_part(lists: Blocks, part: list[int]) -> Blocks:
-    """The lists of a rank's part of the batch and heads: its first batch row, number of batch rows,
-    first head and number of heads. Lists for all of them stay as they are."""
+def own_part(lists: Sequence[Tensor | None], part: Sequence[int]) -> Blocks:
+    """Views of the lists of a rank's part: its first batch row, number of batch rows, first head
+    and number of heads. Lists for all of them stay as they are."""
     first, batch, first_head, heads = part
     tensors = []
     for x in lists:
@@ -230,6 +231,5 @@ def own_part(lists: Blocks, part: list[int]) -> Blocks:
             x = x[first : first + batch]
         if x is not None and x.size(1) > 1 and heads < x.size(1):
             x = x[:, first_head : first_head + heads]
-        # Triton's kernels assume that batch rows and entries of a list are contiguous.
-        tensors.append(x if x is None else x.contiguous())
+        tensors.append(x)
     return Blocks(*tensors)

@@ -165,7 +165,11 @@ class LocalFlex:
 
     @once
     def _whole_blocks(self) -> Blocks:
-        return self._cut_all[0] if self._cuts else own_part(self.call.mask.lists, self.part)
+        if self._cuts:
+            return self._cut_all[0]
+        # Triton's kernels assume that batch rows and entries of a list are contiguous.
+        own = own_part(self.call.mask.lists, self.part)
+        return Blocks(*(x if x is None else x.contiguous() for x in own))
 
     @once
     def _cut_all(self) -> tuple[Blocks, Tensor | None]:

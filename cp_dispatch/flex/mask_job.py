@@ -13,7 +13,7 @@ from cp_dispatch._compat import all_gather_single, resolve_group
 from cp_dispatch.by_need.kept import Kept, KeptByAll
 from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership
 from cp_dispatch.flex import needs as needs_
-from cp_dispatch.flex.cut import Blocks, cut, dense, pack, packed_shapes, touched
+from cp_dispatch.flex.cut import Blocks, cut, dense, own_part, pack, packed_shapes, touched
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.hops import Hop, Window, window
 from cp_dispatch.flex.own_rows import check_order
@@ -154,15 +154,7 @@ class MaskJob:
 
     def own_part(self) -> Blocks:
         """The mask of this rank's batch rows and heads."""
-        first, batch, first_head, heads = self.part
-        tensors = []
-        for x in self.tensors:
-            if x is not None and x.size(0) > 1:
-                x = x[first : first + batch]
-            if x is not None and x.size(1) > 1:
-                x = x[:, first_head : first_head + heads]
-            tensors.append(x)
-        return Blocks(*tensors)
+        return own_part(self.tensors, self.part)
 
     @property
     def _key(self) -> tuple:
