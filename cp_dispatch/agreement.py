@@ -9,6 +9,7 @@ earlier reports that in the same exchange.
 from __future__ import annotations
 
 import hashlib
+import json
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,9 @@ def agree(what: str, text: str, tensors, mesh: DeviceMesh | None = None) -> None
             f"the ranks do not agree on this {what} call",
             "Every rank of the mesh must use the same global shapes, dtypes, placements and "
             "options. Lines that are not the same on all ranks are marked with *. Shards of "
-            "different lengths need the shape= and stride= of the whole in DTensor.from_local.",
+            "different lengths need the shape= and stride= of the whole in DTensor.from_local. "
+            "Inside context_parallel shards have the same length on all ranks, unless that of a "
+            "buffer or of the balancer is not a multiple of the number of ranks.",
         )
     raise ContextParallelError(
         f"{head} (found by CP_DISPATCH_DEBUG=1, nothing was computed).\n{given}\n  {advice}"
@@ -125,11 +128,27 @@ def _compare(mesh: DeviceMesh, text: str, wrong: bool) -> dict[int, str] | None:
         return None
     texts = {}
     for dim in range(mesh.ndim):
-        every = [None] * mesh.size(dim)
-        dist.all_gather_object(every, {dist.get_rank(): text} | texts, group=mesh.get_group(dim))
-        for part in every:
-            texts |= part
+        given = {dist.get_rank(): text} | texts
+        for part in _gather(list(given.items()), mesh, dim):
+            texts |= dict(part)
     return texts
+
+
+def _gather(given: list, mesh: DeviceMesh, dim: int) -> list:
+    """What each rank of a mesh dim has ``given``, which JSON can hold. Torch's own gathering of
+    objects needs numpy."""
+    group, size = mesh.get_group(dim), mesh.size(dim)
+    data = bytearray(json.dumps(given).encode())
+    length = torch.full((1,), len(data), dtype=torch.int64, device=mesh.device_type)
+    lengths = [torch.empty_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length, group=group)
+    lengths = [int(x) for x in lengths]
+    sent = torch.zeros(max(lengths), dtype=torch.uint8)
+    sent[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    sent = sent.to(mesh.device_type)
+    received = [torch.empty_like(sent) for _ in range(size)]
+    dist.all_gather(received, sent, group=group)
+    return [json.loads(bytes(x.tolist()[:n])) for x, n in zip(received, lengths, strict=True)]
 
 
 def _tensors(call: Call) -> tuple:

@@ -92,6 +92,9 @@ def _needs_grad(call: Call) -> bool:
     )
 
 
+_UNSHARDED = "the sequence is not sharded (it is dim -2 of query, key and value)"
+
+
 def _decide(options: Options | None, call: Call) -> Plan:
     if options is None:
         return Plan("stock", reasons=("cp_dispatch is not enabled",))
@@ -108,11 +111,12 @@ def _decide(options: Options | None, call: Call) -> Plan:
             if refusals:
                 return Plan("refused", reasons=tuple(refusals))
         if mesh.device_type != "cpu":
-            return Plan("stock", reasons=("the sequence is not sharded",))
+            return Plan("stock", reasons=(_UNSHARDED,))
         refusals = unsharded_refusals(call)
         if refusals:
             return Plan("refused", reasons=tuple(refusals))
-        return _with_backend(call, options, "local", ())
+        plan = _with_backend(call, options, "local", ())
+        return dataclasses.replace(plan, reasons=(_UNSHARDED, *plan.reasons))
     refusals = ring_refusals(call)
     if not refusals:
         kinds = sequence_kinds(*(x.placements for x in call.tensors.values()))

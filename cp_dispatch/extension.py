@@ -30,12 +30,22 @@ NEWEST_CUDA_KERNEL = "push_heads"
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
+def _where(compiler: str) -> str:
+    """What to do for a package that is not built."""
+    if os.path.exists(os.path.join(os.path.dirname(_FOLDER), "setup.py")):
+        return (
+            "this is a source tree: run outside it to use an installed package, or run "
+            f"pip install -e . --no-build-isolation where there is {compiler}"
+        )
+    return f"install cp_dispatch where there is {compiler}"
+
+
 def _load() -> str:
     """Load the extension. Returns "" if it is loaded, else the reason why not."""
     if not is_on("CP_DISPATCH_USE_CPP", True):
         return "CP_DISPATCH_USE_CPP=0"
     if importlib.util.find_spec("cp_dispatch._C") is None:
-        return f"it is not built in {_FOLDER}; install cp_dispatch where there is a C++ compiler"
+        return f"it is not built in {_FOLDER}; {_where('a C++ compiler')}"
     return _load_module("cp_dispatch._C")
 
 
@@ -44,7 +54,7 @@ def _load_cuda() -> str:
     if torch.version.cuda is None:
         return ""
     if importlib.util.find_spec("cp_dispatch._C_cuda") is None:
-        return f"they are not built in {_FOLDER}; install cp_dispatch where there is nvcc"
+        return f"they are not built in {_FOLDER}; {_where('nvcc')}"
     return _load_module("cp_dispatch._C_cuda")
 
 

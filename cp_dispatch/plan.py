@@ -175,15 +175,19 @@ class Plan:
     def bytes_sent(self, rank: int) -> int:
         """Bytes that ``rank`` sends or contributes in a forward, if no input has to be
         redistributed first."""
-        return sum(transfer.bytes for transfer in forward_transfers(self, rank))
+        return sum(transfer.bytes for transfer in self.transfers(rank)[0])
 
     def transfers(self, rank: int) -> tuple[list[Transfer], list[Transfer]]:
-        """The collectives of ``rank`` in a forward and in a backward, in order of execution."""
+        """The collectives of ``rank`` in a forward and in a backward, in order of execution; none
+        if cp_dispatch does not take the call."""
+        if self.schedule is None:
+            return [], []
         return forward_transfers(self, rank), backward_transfers(self, rank)
 
     def extra_bytes(self) -> tuple[int, int]:
-        """Peak extra bytes of a forward and of a backward, see :func:`report.extra_bytes`."""
-        return extra_bytes(self)
+        """Peak extra bytes of a forward and of a backward, see :func:`report.extra_bytes`; 0 if
+        cp_dispatch does not take the call."""
+        return (0, 0) if self.schedule is None else extra_bytes(self)
 
     def error(self) -> ContextParallelError:
         """The error for a refused call: what was given, all reasons, and what to do."""

@@ -212,10 +212,8 @@ def describe(plan: Plan) -> str:
         return "\n".join([head, "  given:", given, *why, *against])
     if plan.handler == "stock":
         return "\n".join(["handled by unmodified torch", given, *why])
-    head = (
-        f"handled by cp_dispatch: {plan.schedule} over {plan.world_size} ranks, "
-        f"{plan.backend} kernel"
-    )
+    over = "" if plan.schedule == "local" else f" over {plan.world_size} ranks"
+    head = f"handled by cp_dispatch: {plan.schedule}{over}, {plan.backend} kernel"
     if plan.schedule == "hybrid":
         groups = plan.world_size // plan.head_ranks
         head += (

@@ -55,7 +55,10 @@ def test_stock_torch_handles_what_is_not_ours(mesh):
     assert "cp_dispatch handles CPU and CUDA, not {'xpu'}" in xpu.reasons[0]
     assert off.reasons == ("cp_dispatch is not enabled",)
     assert "no argument is a DTensor, and no block of context_parallel" in plain.reasons[0]
-    assert cuda.reasons == ("the sequence is not sharded",)
+    assert cuda.reasons == ("the sequence is not sharded (it is dim -2 of query, key and value)",)
+    for plan in (off, cuda):
+        assert (plan.bytes_sent(0), plan.transfers(0)) == (0, ([], []))
+        assert plan.extra_bytes() == (0, 0)
 
 
 # One position of key and value on a rank: 2 batches, 2 heads, 16 + 16 numbers of 4 bytes.

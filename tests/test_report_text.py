@@ -233,12 +233,13 @@ def test_a_call_that_stays_on_its_rank():
     assert_expected_inline(
         str(plan),
         """\
-handled by cp_dispatch: local over 1 ranks, cpu_flash kernel
+handled by cp_dispatch: local, cpu_flash kernel
     query: (2, 8, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     key: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     value: (2, 2, 64, 16) float32 on cpu mesh [dp=2: S(0), tp=2: S(1)]
     dropout_p=0.0, is_causal=True, scale=None, enable_gqa=True
   extra memory: about 0.033 MiB forward, 0.055 MiB backward
+  - the sequence is not sharded (it is dim -2 of query, key and value)
   not flash: it is a kernel for cuda
   not efficient: it is a kernel for cuda
   not cudnn: it is a kernel for cuda

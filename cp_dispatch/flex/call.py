@@ -28,6 +28,10 @@ class FlexCall:
         return {"query": self.query, "key": self.key, "value": self.value}
 
     @property
+    def is_masked(self) -> bool:
+        return self.mask.block_size[0] < 2**30  # torch's stand-in for no mask
+
+    @property
     def captured(self) -> dict[str, Any]:
         names = ("score_mod", self.score_buffers), ("mask_mod", self.mask_buffers)
         return {
@@ -52,6 +56,8 @@ class FlexCall:
         lines.append(
             f"block_mask: lengths {tuple(map(int, self.mask.lengths))}, blocks "
             f"{self.mask.block_size}, kv_indices {blocks}"
+            if self.is_masked
+            else "no block_mask"
         )
         lines += [f"{name}: {describe_tensor(x)}" for name, x in self.captured.items()]
         return "\n".join(lines)

@@ -52,7 +52,8 @@ def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> 
         context = plain_context()
         if context is not None and context.world_size > 1:
             return _explain_shards(context, call)
-        return FlexPlan("stock", reasons=("no argument is a DTensor",), call=call.describe())
+        why = "no argument is a DTensor, and no block of context_parallel is on in this thread"
+        return FlexPlan("stock", reasons=(why,), call=call.describe())
     options = current_options()
     if options is None:
         reasons = ("cp_dispatch is not enabled, and torch refuses DTensors",)
@@ -75,7 +76,7 @@ def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
         return FlexPlan("refused", reasons=(reason, *assumed), call=described)
     lengths = [queries, keys, keys]
     own = [call.tensors[name].shape[2] for name in ("query", "key")]
-    if call.mask.block_size[0] < 2**30 and list(map(int, call.mask.lengths)) != own:
+    if call.is_masked and list(map(int, call.mask.lengths)) != own:
         assumed.append(
             "flex_attention itself refuses this block_mask, which is not for this rank's shards: "
             "make it one of the buffers of context_parallel, which has been assumed here"
@@ -102,7 +103,8 @@ def _explain(options: Options, call: FlexCall) -> FlexPlan:
         needs = everything(job.queries, job.keys)
     elif job.local_rows:
         # What other ranks need is in their masks, and asking for it would communicate.
-        return plan
+        unknown = "what ranks send is unknown before the call: block_mask has only own rows"
+        return dataclasses.replace(plan, reasons=(*plan.reasons, unknown))
     else:
         needs = job.needs()
     runs = most_runs(moves(needs, job.keys), plan.groups == job.keys.lanes == 1)
@@ -117,19 +119,18 @@ def _torchs_refusals(call: FlexCall) -> Iterator[str]:
     if any(x.ndim != 4 for x in call.tensors.values()):
         return
     query, key, _ = (global_shape(x) for x in call.tensors.values())
-    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
     rows = int(call.mask.lists.kv_num.shape[0])
     if query[3] != key[3]:
         yield f"head dims differ: query {query[3]}, key {key[3]}"
     if not key[1] or query[1] % key[1]:
         yield f"query's {query[1]} heads are not a multiple of key's {key[1]}"
-    if query[0] != key[0] and not (masked and key[0] == 1 and rows == query[0]):
+    if query[0] != key[0] and not (call.is_masked and key[0] == 1 and rows == query[0]):
         yield (
             f"query has {query[0]} batch rows, key {key[0]}; expand key and value to the query's "
             "(torch accepts 1 only with a block_mask that has the query's batch size)"
         )
     lengths = tuple(map(int, call.mask.lengths))
-    if masked and lengths != (query[2], key[2]):
+    if call.is_masked and lengths != (query[2], key[2]):
         yield (
             f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, but query and key have "
             f"{query[2]} and {key[2]}; make it for these lengths"

@@ -72,7 +72,6 @@ class FlexPlan(PlanByNeed):
     def sent_row_bytes(self) -> int:
         return self.key_row_bytes // self.lanes
 
-    @property
     def extra_bytes(self) -> tuple[int, int]:
         """Bytes that a forward and a backward need beyond inputs and results: the keys and values
         of the whole sequence and, in a backward, their gradients. With groups of heads: the keys
@@ -99,7 +98,7 @@ class FlexPlan(PlanByNeed):
                 f"{rows * self.sent_row_bytes / mib:.3f} MiB forward"
                 for rank, rows in enumerate(self.rows_sent)
             ]
-        forward, backward = (size / mib for size in self.extra_bytes)
+        forward, backward = (size / mib for size in self.extra_bytes())
         lines.append(f"  extra memory: {forward:.3f} MiB forward, {backward:.3f} MiB backward")
         return "\n".join([*lines, *self._why])
 
@@ -140,8 +139,7 @@ def _groups(options: Options, call: FlexCall, schedule: str, ring: tuple[int, ..
     ranks = math.prod(map(mesh.size, ring))
     if schedule not in ("exchange", "gather") or ranks == 1:
         return (1,)
-    masked = call.mask.block_size[0] < 2**30  # torch's stand-in for no mask
-    if not keys_travel(schedule, options.layout, masked):
+    if not keys_travel(schedule, options.layout, call.is_masked):
         where = "natural order" if options.layout is None else "an order close to natural order"
         return 1, (
             "one kernel, which waits for keys: groups of heads are chosen without reading the "

@@ -211,9 +211,10 @@ def _local_rank(mesh: DeviceMesh, balancer: Balancer | None) -> int:
         raise ContextParallelError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        likely = "cp" if "cp" in names else names[-1]
         raise ContextParallelError(
             f"mesh must have one dim, got dims {names} of sizes {tuple(mesh.shape)}; pass the one "
-            f'over which the sequence is sharded, such as mesh["{names[-1]}"]'
+            f'over which the sequence is sharded, such as mesh["{likely}"]'
         )
     if not isinstance(balancer, Balancer | None):
         raise ContextParallelError(

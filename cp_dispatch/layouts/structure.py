@@ -68,9 +68,9 @@ def _check_tensor(tensor: torch.Tensor, dim, name: str) -> int:
     """The sequence dim, counted from the front."""
     if isinstance(tensor, DTensor):
         raise ContextParallelError(
-            f"{name} is a DTensor with placements {tensor.placements}; shard and unshard take "
-            "plain tensors: pass x.full_tensor() to shard one or x.to_local() to unshard one, or, "
-            "in natural order, use x.redistribute() instead"
+            f"{name} is a DTensor with placements {tensor.placements}; sharding and unsharding "
+            "take plain tensors: pass x.full_tensor() to shard one (also in context_parallel) or "
+            "x.to_local() to unshard one, or, in natural order, use x.redistribute() instead"
         )
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ContextParallelError(f"the seq_dim of {name} must be an int, got {dim!r}")

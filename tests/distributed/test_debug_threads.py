@@ -28,7 +28,13 @@ ONES = torch.ones(16, 16, dtype=torch.bool)
 
 @pytest.fixture(autouse=True)
 def debug_mode(monkeypatch):
+    """Without numpy, which torch's gathering of objects needs and a user may not have."""
     monkeypatch.setenv("CP_DISPATCH_DEBUG", "1")
+
+    def no_numpy(self):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", no_numpy)
 
 
 @contextlib.contextmanager

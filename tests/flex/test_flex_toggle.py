@@ -340,7 +340,7 @@ def test_explain_tells_what_moves():
         assert "rank    0 sends     128 rows" in str(plan)
         assert gather.schedule == "gather" and whole.rows_sent == gather.rows_sent
         assert gather.rows_sent == (7 * 512,) * 8
-        assert plan.extra_bytes == (4096 * plan.key_row_bytes, 2 * 4096 * plan.key_row_bytes)
+        assert plan.extra_bytes() == (4096 * plan.key_row_bytes, 2 * 4096 * plan.key_row_bytes)
     plain = cp_dispatch.explain_flex(*[torch.randn(1, 1, 8, 4)] * 3)
     assert plain.handler == "stock"
 
@@ -443,7 +443,7 @@ def test_explain_of_a_ring():
     with fake_ranks(2) as mesh, cp_dispatch.enabled(schedule="natural_ring"):
         plan = cp_dispatch.explain_flex(*[outline(mesh, SHAPE)] * 3, mask_of(64))
         assert plan.schedule == "ring" and plan.rows_sent == (32, 32)
-        assert plan.extra_bytes == (64 * plan.key_row_bytes, 3 * 64 * plan.key_row_bytes)
+        assert plan.extra_bytes() == (64 * plan.key_row_bytes, 3 * 64 * plan.key_row_bytes)
         odd = [outline(mesh, (2, 1, 64, 8), (Shard(1),))] * 3
         assert cp_dispatch.explain_flex(*odd).schedule == "local"
     with fake_ranks(4) as mesh, cp_dispatch.enabled(schedule="ring"):
