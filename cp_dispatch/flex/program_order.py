@@ -47,20 +47,8 @@ _START = """
     cp_2 = tl.program_id(2)
     cp_at = cp_0 + cp_blocks * (cp_1 + cp_batch * cp_2)
 """
-_FORWARD = f"""{_START}
-    cp_few = tl.cdiv({OPTION}, cp_blocks * cp_batch * GQA_SHARED_HEADS) * GQA_SHARED_HEADS
-    cp_few = tl.minimum(cp_few, tl.num_programs(2))
-    cp_at -= cp_blocks * cp_batch * (tl.num_programs(2) - cp_few)
-    if cp_at >= 0:
-        cp_2 = tl.num_programs(2) - cp_few + cp_at % cp_few
-        cp_at = cp_at // cp_few
-        cp_1 = cp_at % cp_batch
-        cp_0 = cp_blocks - 1 - cp_at // cp_batch
-"""
-_BACKWARD = f"""{_START}
-    cp_keys = tl.cast(tl.cdiv(KV_LEN, BLOCK_N1), tl.int32)
-    cp_rows = (cp_blocks - cp_keys) // GQA_SHARED_HEADS
-    cp_few = tl.cdiv({OPTION}, cp_rows * cp_batch * GQA_SHARED_HEADS)
+# ``cp_few``: the number of heads that start together.
+_LAST_HEADS = """
     cp_few = tl.minimum(cp_few, tl.num_programs(2))
     cp_at -= cp_blocks * cp_batch * (tl.num_programs(2) - cp_few)
     if cp_at >= 0:
@@ -68,6 +56,17 @@ _BACKWARD = f"""{_START}
         cp_at = cp_at // cp_few
         cp_1 = cp_at % cp_batch
         cp_0 = cp_at // cp_batch
+"""
+_FORWARD = f"""{_START}
+    cp_few = tl.cdiv({OPTION}, cp_blocks * cp_batch * GQA_SHARED_HEADS) * GQA_SHARED_HEADS
+{_LAST_HEADS}
+        cp_0 = cp_blocks - 1 - cp_0
+"""
+_BACKWARD = f"""{_START}
+    cp_keys = tl.cast(tl.cdiv(KV_LEN, BLOCK_N1), tl.int32)
+    cp_rows = (cp_blocks - cp_keys) // GQA_SHARED_HEADS
+    cp_few = tl.cdiv({OPTION}, cp_rows * cp_batch * GQA_SHARED_HEADS)
+{_LAST_HEADS}
         if cp_0 >= cp_keys:
             cp_at = cp_0 - cp_keys
             cp_0 = cp_keys + (cp_at % GQA_SHARED_HEADS + 1) * cp_rows
