@@ -57,8 +57,8 @@ def create_cp_block_mask(
         ContextParallelError: if mesh, lengths and layout do not match, or a length or block size
             is not an int.
     """
-    Q_LEN = positive_int(Q_LEN, "Q_LEN") if Q_LEN else 0
-    KV_LEN = positive_int(KV_LEN, "KV_LEN") if KV_LEN else 0
+    Q_LEN = 0 if Q_LEN == 0 else positive_int(Q_LEN, "Q_LEN")
+    KV_LEN = 0 if KV_LEN == 0 else positive_int(KV_LEN, "KV_LEN")
     q_block, kv_block = _block_sizes(BLOCK_SIZE)
     if layout == "enabled":
         from cp_dispatch.toggle import current_options

@@ -7,8 +7,8 @@ each block of rows, in a backward first one for each block of keys (dK and dV, f
 of this key head), then one for each block of rows (dQ). A GPU's multiprocessors run out of programs
 at different times, and wait for the longest of those that started last. One GPU with the whole
 sequence has many programs. A rank has fewer, but they are as long: with documents of 4,096 tokens
-on average and 8,192 tokens per rank the kernels of 4 ranks took 13 and 34% longer than a fourth of
-one GPU's (``tools/results/2026-11-30-h200-flex-order.txt``).
+on average and 8,192 tokens per rank the kernels of the slowest of 4 ranks took 13 and 34% longer
+than a fourth of one GPU's (``tools/results/2026-11-30-h200-flex-order.txt``).
 
 So the programs of the last heads start together, those that a causal mask makes long first: in a
 forward from the last rows to the first, in a backward from the first keys to the last, then from

@@ -171,6 +171,7 @@ def test_a_rank_without_rows():
     [
         ((-1, 50), 8, "Q_LEN must be a positive int"),
         ((50, 25.0), 8, "KV_LEN must be a positive int"),
+        ((None, 50), 8, "Q_LEN must be a positive int"),
         ((50, 50), 0, "BLOCK_SIZE must be a positive int"),
         ((50, 50), (8, 8, 8), "BLOCK_SIZE must be an int or a pair"),
     ],
