@@ -10,7 +10,6 @@ Importing the package does not change torch. ``enable()`` does, and ``disable()`
 from cp_dispatch import flops as _flops  # noqa: F401  registers the FLOP formulas
 from cp_dispatch import sharding as _sharding  # noqa: F401  registers the DTensor rules
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.explain_call import explain
 from cp_dispatch.flex.create import create_cp_block_mask
 from cp_dispatch.flex.explain import explain_flex
 from cp_dispatch.flex.plan import FlexPlan
@@ -23,9 +22,10 @@ from cp_dispatch.layouts import (
     unshard,
 )
 from cp_dispatch.ops import ops_to_save
-from cp_dispatch.parallel_style import ContextParallel
 from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
+from cp_dispatch.plain_tensors.parallel_style import ContextParallel
 from cp_dispatch.plan import Plan
+from cp_dispatch.planning.explain_call import explain
 from cp_dispatch.toggle import disable, enable, enabled, is_enabled
 from cp_dispatch.varlen.explain import explain_varlen
 from cp_dispatch.varlen.plan import VarlenPlan

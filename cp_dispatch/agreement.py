@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import dtensor_spec, is_tracing, local_tensor, outside_functorch
 from cp_dispatch.call import Call
-from cp_dispatch.choose import sdp_flags
 from cp_dispatch.costs import digest_of, kind_of
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.options import Options
+from cp_dispatch.planning.choose import sdp_flags
 from cp_dispatch.switches import is_on
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dispatch import fast_path, plain_path
+from cp_dispatch import fast_path
 from cp_dispatch._compat import (
     functorch_is_active,
     is_tracing,
@@ -17,15 +17,16 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.agreement import check_agreement, debug_is_on
 from cp_dispatch.call import Call
-from cp_dispatch.compile_cache import note_group
-from cp_dispatch.decide import make_plan
-from cp_dispatch.graph_order import keep_in_graph, warn_of_no_rows
+from cp_dispatch.graphs.compile_cache import note_group
+from cp_dispatch.graphs.order import keep_in_graph, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.ops import forward_op
 from cp_dispatch.options import Options
+from cp_dispatch.plain_tensors import plain_path
 from cp_dispatch.plan import Plan
+from cp_dispatch.planning.decide import make_plan
 from cp_dispatch.transforms import refuse_transforms
 
 

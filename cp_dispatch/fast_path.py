@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import recomputed
 from cp_dispatch._compat import (
     below_autograd,
     dispatch_modes_are_on,
@@ -35,10 +34,11 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.bounded import keep
-from cp_dispatch.choose import sdp_flags
+from cp_dispatch.graphs import recomputed
 from cp_dispatch.groups import exists
 from cp_dispatch.kernels import Repeated, without_autocast
 from cp_dispatch.ops import backward_op
+from cp_dispatch.planning.choose import sdp_flags
 from cp_dispatch.sharding import target_placements
 
 _known: dict[tuple, Prepared] = {}

@@ -9,13 +9,13 @@ import weakref
 import torch
 from torch import Tensor
 
-from cp_dispatch import recomputed
 from cp_dispatch._compat import profiler_is_on, resolve_group
 from cp_dispatch.bounded import keep
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.graphs import recomputed
 from cp_dispatch.layouts import from_text
-from cp_dispatch.merge import plain_batch, token_major
+from cp_dispatch.native.merge import plain_batch, token_major
 from cp_dispatch.schedules import SCHEDULES, flags_alone, of_direction
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job

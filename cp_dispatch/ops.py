@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_dispatch import recomputed
 from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompiled
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.graph_order import keep_in_graph, stay_in_backward
+from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.order import keep_in_graph, stay_in_backward
 from cp_dispatch.kernels import (
     job_of,
     no_mask_grad,
@@ -26,7 +26,7 @@ from cp_dispatch.kernels import (
     run_forward,
     without_autocast,
 )
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.gradients import mask_gradient
 
 NAMESPACE = "cp_dispatch"

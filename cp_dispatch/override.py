@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import fused_modules, graph_guards
+from cp_dispatch import fused_modules
 from cp_dispatch._compat import (
     composite_kernel,
     dynamo_traces,
@@ -30,9 +30,10 @@ from cp_dispatch._compat import (
 from cp_dispatch.call import Call
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.local_call import attend_plain, check_transforms
+from cp_dispatch.graphs import guards as graph_guards
 from cp_dispatch.options import Options, OptionStack
-from cp_dispatch.plain_context import PlainContext
+from cp_dispatch.plain_tensors.context import PlainContext
+from cp_dispatch.plain_tensors.local_call import attend_plain, check_transforms
 from cp_dispatch.transforms import hidden_mesh, refuse_transforms
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default

@@ -43,8 +43,8 @@ from cp_dispatch.errors import (
 from cp_dispatch.fused_modules import no_fast_path
 from cp_dispatch.layouts import Balancer, unshard
 from cp_dispatch.layouts.buffers import permute
-from cp_dispatch.plain_buffers import checked, length_of, listed, shard_of, swapped
-from cp_dispatch.plain_context import (
+from cp_dispatch.plain_tensors.buffers import checked, length_of, listed, shard_of, swapped
+from cp_dispatch.plain_tensors.context import (
     PlainContext,
     check_balancer,
     check_order,

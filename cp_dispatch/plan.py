@@ -11,7 +11,7 @@ import torch
 from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
-from cp_dispatch.report import (
+from cp_dispatch.planning.report import (
     Transfer,
     backward_transfers,
     describe,
@@ -45,7 +45,7 @@ class Plan:
         backward_schedule: the schedule of the backward if it differs, else empty.
         layout: the order of the shards, None for natural order.
         mask_order: the dims of the mask that are in this order too, see
-            :mod:`cp_dispatch.layout_rules`.
+            :mod:`cp_dispatch.planning.layout_rules`.
         is_causal: the argument of the call.
         mesh_dims: mesh dims whose ranks share the sequence; empty if the schedule is ``"local"``.
         ring_shape: their sizes.

@@ -16,8 +16,8 @@ a layout it may have all its rows too. Its gradient is a sum over the ranks of a
 shards a dim which the mask broadcasts or has whole.
 
 Inputs with other placements are redistributed by DTensor before the op runs (a replicated key
-beside a sharded query is cut locally). :mod:`cp_dispatch.decide` decides which calls reach the ops;
-the rule only defines what they mean.
+beside a sharded query is cut locally). :mod:`cp_dispatch.planning.decide` decides which calls reach
+the ops; the rule only defines what they mean.
 """
 
 from __future__ import annotations

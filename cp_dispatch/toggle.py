@@ -2,7 +2,7 @@
 
 The override (:mod:`cp_dispatch.override`) is removed when its last user ends, together with the
 rules of ``flex_attention``, the wrapper around torch's causal biases, and
-:mod:`cp_dispatch.graph_results`. Three things stay longer:
+:mod:`cp_dispatch.graphs.results`. Three things stay longer:
 
 - the kernels in front of ``varlen_attn``, until :func:`disable`; after a block they pass calls on
   to torch's;
@@ -26,7 +26,7 @@ import weakref
 
 import torch
 
-from cp_dispatch import causal_bias, compile_cache, graph_guards, hf_masks, override, reentrant
+from cp_dispatch import causal_bias, override
 from cp_dispatch._compat import (
     dynamo_traces,
     forget_resolved_kernels,
@@ -36,8 +36,12 @@ from cp_dispatch._compat import (
     withdraw,
 )
 from cp_dispatch.flex import install as flex
+from cp_dispatch.graphs import compile_cache
+from cp_dispatch.graphs import guards as graph_guards
+from cp_dispatch.hugging_face import masks as hf_masks
 from cp_dispatch.options import Options, OptionStack, Scope
-from cp_dispatch.plain_context import PlainContext
+from cp_dispatch.plain_tensors import reentrant
+from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.varlen import install as varlen
 
 _lock = threading.RLock()

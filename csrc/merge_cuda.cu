@@ -1,4 +1,4 @@
-// The merge of partial attention outputs on CUDA. The twin is cp_dispatch/merge.py.
+// The merge of partial attention outputs on CUDA. The twin is cp_dispatch/native/merge.py.
 #include "cuda_floats.h"
 #include "cuda_jobs.h"
 

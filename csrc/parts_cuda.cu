@@ -1,4 +1,4 @@
-// The sum of several tensors in one pass on CUDA. The twin is cp_dispatch/parts.py.
+// The sum of several tensors in one pass on CUDA. The twin is cp_dispatch/native/parts.py.
 #include "cuda_floats.h"
 #include "cuda_jobs.h"
 

@@ -1,4 +1,4 @@
-// copy_rows on CPU: gather and scatter of rows. The twin is cp_dispatch/rows.py.
+// copy_rows on CPU: gather and scatter of rows. The twin is cp_dispatch/native/rows.py.
 #include "rows.h"
 
 #include <cstring>

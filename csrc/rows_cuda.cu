@@ -1,4 +1,4 @@
-// copy_rows and the indices on CUDA. The twins are in cp_dispatch/rows.py.
+// copy_rows and the indices on CUDA. The twins are in cp_dispatch/native/rows.py.
 #include "cuda_jobs.h"
 
 namespace cp_dispatch {

@@ -1,5 +1,5 @@
 // Kernels that add on CPU: the merge of partial attention outputs, and sums of rows. Their twins
-// are cp_dispatch/merge.py and cp_dispatch/rows.py.
+// are cp_dispatch/native/merge.py and cp_dispatch/native/rows.py.
 #include "floats.h"
 #include "rows.h"
 

@@ -1,4 +1,4 @@
-// Sums of rows on CUDA: the gradient of an index with repeats. The twin is cp_dispatch/rows.py.
+// Sums of rows on CUDA: the gradient of an index with repeats. The twin is cp_dispatch/native/rows.py.
 #include "cuda_floats.h"
 #include "cuda_jobs.h"
 

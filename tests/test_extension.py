@@ -15,10 +15,11 @@ import torch
 from torch.utils.cpp_extension import get_cxx_compiler
 
 import cp_dispatch
-from cp_dispatch import extension, rows
-from cp_dispatch.merge_ops import merge_op
-from cp_dispatch.permute import permute_sequence
-from cp_dispatch.permute_ops import backward_op, permute_op, sources_of
+from cp_dispatch import extension
+from cp_dispatch.native import rows
+from cp_dispatch.native.merge_ops import merge_op
+from cp_dispatch.native.permute import permute_sequence
+from cp_dispatch.native.permute_ops import backward_op, permute_op, sources_of
 
 OPS = ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials")
 REPOSITORY = pathlib.Path(cp_dispatch.__file__).parents[1]
@@ -71,9 +72,9 @@ def python(code: str, **environment) -> subprocess.CompletedProcess:
 USE = """
 import torch
 from cp_dispatch import extension
-from cp_dispatch.merge import merge_partials
-from cp_dispatch.merge_ops import merge_op
-from cp_dispatch.permute import inverse_permutation, permute_sequence, span_indices
+from cp_dispatch.native.merge import merge_partials
+from cp_dispatch.native.merge_ops import merge_op
+from cp_dispatch.native.permute import inverse_permutation, permute_sequence, span_indices
 index = span_indices([(2, 2), (0, 2)])
 x = torch.randn(1, 2, 4, 3)
 assert torch.equal(permute_sequence([x], index, 2)[0], x[:, :, [2, 3, 0, 1]])

@@ -8,7 +8,7 @@ import pytest
 
 import cp_dispatch
 from cp_dispatch.backends import BACKENDS
-from cp_dispatch.report import GATHERS, RINGS
+from cp_dispatch.planning.report import GATHERS, RINGS
 from cp_dispatch.schedules import SCHEDULES
 
 PACKAGE = pathlib.Path(cp_dispatch.__file__).parent
@@ -88,13 +88,14 @@ def test_a_schedule_names_no_backend():
 def test_what_chooses_a_kernel_knows_it_by_its_properties():
     """Otherwise a new kernel would have to be named there. "math", which supports everything, is
     the fallback."""
-    for module in ("choose", "why_not", "settle", "planner", "costs.calibrate"):
+    choosing = [f"planning.{name}" for name in ("choose", "why_not", "settle", "planner")]
+    for module in (*choosing, "costs.calibrate"):
         texts = {n.value for n in ast.walk(TREES[module]) if isinstance(n, ast.Constant)}
-        assert not texts & set(BACKENDS) - ({"math"} if module == "choose" else set()), module
+        assert not texts & set(BACKENDS) - ({"math"} if module == choosing[0] else set()), module
 
 
 def test_a_schedule_tells_its_costs():
-    """Otherwise :mod:`cp_dispatch.report` would report those of a ring."""
+    """Otherwise :mod:`cp_dispatch.planning.report` would report those of a ring."""
     known = {*RINGS, *GATHERS, "replicated_keys", "replicated_queries"}
     told = {name: x for name, x in SCHEDULES.items() if name not in known and ":" not in name}
     assert {"one_call", "ulysses"} <= set(told)
@@ -114,14 +115,15 @@ def test_a_backend_does_not_communicate():
 def test_nothing_below_the_plan_reads_options():
     """What ops do depends on their arguments: a backward may run when the options have changed."""
     ops = [name for name in TREES if name.split(".")[-1] in ("ops", "group_ops")]
-    assert len(ops) == 4
-    assert not known_to(*ops, *within("schedules")) & {"options", "toggle", "decide", "settle"}
+    assert len(ops) == 5
+    above = {"options", "toggle", "planning.decide", "planning.settle"}
+    assert above < set(TREES) and not known_to(*ops, *within("schedules")) & above
 
 
 def test_autograd_and_fakes_live_in_ops():
     """The exceptions: helper ops that write in place are next to their twins, the fast path
     replaces an op's autograd, and moving whole tensors is differentiable."""
-    beside = {"merge", "parts", "rows", "fast_path", "layouts.buffers"}
+    beside = {"native.merge", "native.parts", "native.rows", "fast_path", "layouts.buffers"}
     found = {
         module
         for module, tree in TREES.items()

@@ -1,4 +1,4 @@
-"""``cp_dispatch.decide`` logs each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
+"""``planning/decide.py`` logs each distinct plan once; TORCH_LOGS=cp_dispatch turns it on."""
 
 import logging
 import os
@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch import decide, enabled
+from cp_dispatch import enabled
+from cp_dispatch.planning import decide
 from tests.ranks import one_rank
 
 
@@ -64,7 +65,7 @@ def test_it_is_silent_otherwise(mesh, caplog):
 
 def test_torch_logs():
     code = (
-        "import logging, cp_dispatch; from cp_dispatch.decide import logger;"
+        "import logging, cp_dispatch; from cp_dispatch.planning.decide import logger;"
         "print(logger.isEnabledFor(logging.INFO))"
     )
     for setting, on in (("aot", "False"), ("cp_dispatch", "True"), ("+cp_dispatch", "True")):

@@ -11,7 +11,7 @@ from cp_dispatch.backends import BACKENDS
 from cp_dispatch.backends.math import Math
 from cp_dispatch.kernels import job_of
 from cp_dispatch.layouts.geometry import natural
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules import SCHEDULES
 from tests.distributed.reference import Problem, check, exact, one_device, with_gradients
 

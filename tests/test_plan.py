@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dispatch import ContextParallelError, HeadTail, decide, enabled, explain
+from cp_dispatch import ContextParallelError, HeadTail, enabled, explain
 from cp_dispatch._compat import dtensor_spec
+from cp_dispatch.planning import decide
 from tests.ranks import SEQUENCE, fake_ranks, outline
 
 

@@ -12,7 +12,8 @@ from torch.nn.attention import bias as torch_bias
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import CheckpointFunction
 
-from cp_dispatch import compile_cache, context_parallel, disable, enable, enabled, explain
+from cp_dispatch import context_parallel, disable, enable, enabled, explain
+from cp_dispatch.graphs import compile_cache
 from tests.ranks import one_rank
 
 # A tag from before, as a user may have set one.

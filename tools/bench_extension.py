@@ -23,11 +23,12 @@ import time
 
 import torch
 
-from cp_dispatch import extension, rows
-from cp_dispatch import permute as P
-from cp_dispatch.merge import merge_eager, merge_partials, token_major
-from cp_dispatch.parts import sum_parts, sum_parts_eager
-from cp_dispatch.permute_ops import sources_of
+from cp_dispatch import extension
+from cp_dispatch.native import permute as P
+from cp_dispatch.native import rows
+from cp_dispatch.native.merge import merge_eager, merge_partials, token_major
+from cp_dispatch.native.parts import sum_parts, sum_parts_eager
+from cp_dispatch.native.permute_ops import sources_of
 
 GOAL_SPEEDUP, GOAL_FRACTION = 1.5, 0.7
 
@@ -186,7 +187,7 @@ def merge_cases(args, q):
         twins = {"eager": lambda arguments=arguments: merge_eager(*arguments)}
         if device.type == "cuda":
             try:
-                from cp_dispatch.merge_triton import merge_triton
+                from cp_dispatch.native.merge_triton import merge_triton
             except ImportError:
                 pass
             else:

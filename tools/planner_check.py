@@ -21,7 +21,7 @@ import torch
 from cp_dispatch import HeadTail
 from cp_dispatch.costs import Constants, constants_of
 from cp_dispatch.plan import Plan
-from cp_dispatch.planner import PAIRS, alternatives, choose
+from cp_dispatch.planning.planner import PAIRS, alternatives, choose
 
 GOOD_CHOICE, GOOD_PREDICTION = 1.05, 0.2
 

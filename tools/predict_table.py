@@ -18,7 +18,7 @@ import torch
 from cp_dispatch import HeadTail
 from cp_dispatch.costs import Constants, Links, constants_of
 from cp_dispatch.plan import Plan
-from cp_dispatch.planner import alternatives
+from cp_dispatch.planning.planner import alternatives
 
 ROOT = pathlib.Path(__file__).parents[1]
 #: 400 Gb/s for each GPU of a node of 8, and the time that a message between nodes takes in addition

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.parts import cut, few_heads, parts_of
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 
 #: The largest number of blocks of a CUDA grid in its second and third dim.
 CUDA_GRID = 65535

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.base import CUDA_GRID, Backend
 from cp_dispatch.backends.no_coins import no_coins
-from cp_dispatch.merge import is_token_major
+from cp_dispatch.native.merge import is_token_major
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from cp_dispatch.graph_memory import apart
+from cp_dispatch.graphs.memory import apart
 
 _coins: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 

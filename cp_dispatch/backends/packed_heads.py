@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from cp_dispatch.merge import token_major
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.native.merge import token_major
+from cp_dispatch.native.rows import copy_rows
 
 #: Bytes that packing must save to be worth its copies. On an H100, with 4 query heads for each of 8
 #: key heads of 128 and 7 times as many keys as queries, cuDNN's backward took 6% longer packed with

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.layouts import Span
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 
 #: Pairs of a target and its new values. Each is a tensor or rows by an index; at most one of the
 #: two is by an index.

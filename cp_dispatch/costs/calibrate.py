@@ -34,8 +34,8 @@ from cp_dispatch.costs.constants import (
 )
 from cp_dispatch.costs.floors import measure_floors
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.merge import merge_partials
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.native.merge import merge_partials
+from cp_dispatch.native.rows import copy_rows
 from cp_dispatch.schedules.comm import Ring
 
 #: What is measured; "quick" is for tests.

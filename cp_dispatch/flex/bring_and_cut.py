@@ -26,7 +26,7 @@ def _flex_bring_and_cut(key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tens
         known.find_exchange(mask, key.device, lambda job: check_rows(job, key))
     keys = bring(known.exchange, key, value, mask, fill)
     # Not a copy, as it is only read: inductor does not reuse integers that our ops return (see
-    # :func:`cp_dispatch.graph_order.keep_order`).
+    # :func:`cp_dispatch.graphs.order.keep_order`).
     return keys, known.cut(mask, -1, order)
 
 

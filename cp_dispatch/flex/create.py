@@ -13,7 +13,7 @@ from cp_dispatch.flex.cut import Blocks, cut, of_tables
 from cp_dispatch.flex.own_rows import note_order
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.layouts.balancer import positive_int
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 
 # The most elements of the dense mask that exist at a time.
 _AT_ONCE = 2**26

@@ -19,8 +19,8 @@ from cp_dispatch.flex.plain import no_columns_of_all_keys, no_order, on_dtensors
 from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
 from cp_dispatch.flex.pulled import MOST_RUNS
 from cp_dispatch.options import Options
-from cp_dispatch.plain_context import PlainContext, rows_of_ranks, words
-from cp_dispatch.transport import NOT_REACHED, UNKNOWN, reaches_all
+from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks, words
+from cp_dispatch.planning.transport import NOT_REACHED, UNKNOWN, reaches_all
 
 
 @torch.no_grad()

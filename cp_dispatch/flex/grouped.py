@@ -15,7 +15,7 @@ from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.results import no_gradients, not_before, outlines, placed_strides
 from cp_dispatch.flex.ring import plus
 from cp_dispatch.flex.rows import apart, split_rows
-from cp_dispatch.graph_order import keep_in_graph, stay_in_backward
+from cp_dispatch.graphs.order import keep_in_graph, stay_in_backward
 from cp_dispatch.layouts import Span
 
 _OPS = torch.ops.cp_dispatch

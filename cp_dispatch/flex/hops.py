@@ -22,7 +22,7 @@ from cp_dispatch.flex.mods import Pieces
 from cp_dispatch.flex.needs import Needs, moves
 from cp_dispatch.flex.rows import pack_rows, rows_of
 from cp_dispatch.layouts import Span
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 
 # The largest number of runs of positions per rank for which a ring is possible.
 MAX_RUNS = 4

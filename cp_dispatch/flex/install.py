@@ -15,7 +15,6 @@ import weakref
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dispatch import graph_results
 from cp_dispatch._compat import (
     PLAIN_KEYS,
     add_subclass_rule,
@@ -29,6 +28,7 @@ from cp_dispatch._compat import (
 from cp_dispatch.flex import plain
 from cp_dispatch.flex.remember import never_mind, when_none_is_left
 from cp_dispatch.flex.rule import BACKWARD, FORWARD, rules
+from cp_dispatch.graphs import results as graph_results
 
 _replaced: list[tuple] = []  # kernels that ours run in front of
 _rules_of_torch: list[torch.library.Library] = []  # with the rules of ordinary ops, while in use

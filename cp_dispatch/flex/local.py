@@ -12,7 +12,6 @@ from torch import Tensor
 from cp_dispatch._compat import compiles_for_inductor, is_tracing, local_tensor
 from cp_dispatch.by_need.ownership import Ownership, lanes_of, ownership, rank_at
 from cp_dispatch.call import sharded_dims
-from cp_dispatch.compile_cache import note_groups
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import captured
 from cp_dispatch.flex.call import FlexCall
@@ -23,7 +22,8 @@ from cp_dispatch.flex.own_rows import check_order
 from cp_dispatch.flex.plan import FlexPlan
 from cp_dispatch.flex.results import not_before
 from cp_dispatch.flex.rows import apart, split_rows
-from cp_dispatch.graph_order import stay_in_backward
+from cp_dispatch.graphs.compile_cache import note_groups
+from cp_dispatch.graphs.order import stay_in_backward
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import chunk

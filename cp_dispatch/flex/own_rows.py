@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cp_dispatch.by_need.ownership import Ownership, ownership
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layout_rules import named
 from cp_dispatch.layouts import from_text
+from cp_dispatch.planning.layout_rules import named
 
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -20,14 +20,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dispatch._compat import compiles_for_inductor, dynamo_traces, is_fake, is_tracing
 from cp_dispatch.agreement import tell_refusal
-from cp_dispatch.compile_cache import note_group
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.style import as_dtensors, global_lengths
-from cp_dispatch.graph_guards import note_trace
+from cp_dispatch.graphs.compile_cache import note_group
+from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.groups import ring_group_name
-from cp_dispatch.plain_context import PlainContext
-from cp_dispatch.sharded_buffers import overwritten_by_ddp
+from cp_dispatch.plain_tensors.context import PlainContext
+from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 
 _thread = threading.local()
 

@@ -28,8 +28,8 @@ from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
 from cp_dispatch.flex.rows import copies
 from cp_dispatch.flex.sums import RowSums
-from cp_dispatch.parts import way_to_add
-from cp_dispatch.rows import copy_rows, sum_rows
+from cp_dispatch.native.parts import way_to_add
+from cp_dispatch.native.rows import copy_rows, sum_rows
 
 #: Ways per exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16

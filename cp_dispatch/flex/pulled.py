@@ -22,8 +22,8 @@ from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.carriers import Collectives, finish_wide, kept_wide
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.rows import copy_all, split_rows
-from cp_dispatch.parts import add_up
-from cp_dispatch.rows import sum_rows
+from cp_dispatch.native.parts import add_up
+from cp_dispatch.native.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring
 
 #: A copy costs some microseconds. If a rank would need more copies than this, a collective moves

@@ -1,7 +1,7 @@
 """Collects every reason to refuse a ``flex_attention`` call, each with what to do instead.
 
-As in :mod:`cp_dispatch.refusal`, the checks use only what all ranks know, so all refuse in the same
-way.
+As in :mod:`cp_dispatch.planning.refusal`, the checks use only what all ranks know, so all refuse in
+the same way.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dispatch.call import sharded_dims
 from cp_dispatch.flex.call import FlexCall, global_shape
-from cp_dispatch.layout_rules import length_refusals, named, ranks_refusals, shares_refusals
 from cp_dispatch.layouts import Balancer, chunk_spans
-from cp_dispatch.refusal import (
+from cp_dispatch.planning.layout_rules import (
+    length_refusals,
+    named,
+    ranks_refusals,
+    shares_refusals,
+)
+from cp_dispatch.planning.refusal import (
     ascends,
     form_refusals,
     grouped_heads_refusals,

@@ -15,7 +15,7 @@ from cp_dispatch.backends import wide_dtype
 from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.rows import apart, split_rows
-from cp_dispatch.graph_order import stay_in_backward
+from cp_dispatch.graphs.order import stay_in_backward
 
 _OPS = torch.ops.cp_dispatch
 
@@ -38,8 +38,9 @@ def forward(local: LocalFlex, op, score_mod, scale, kernel_options) -> tuple[Ten
 
 
 def merge(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges two partial results, the output wide. Like :func:`cp_dispatch.merge.merge_eager`, but
-    in base 2 and without writing in place, for graphs."""
+    """Merges two partial results, the output wide. Like
+    :func:`cp_dispatch.native.merge.merge_eager`, but in base 2 and without writing in place, for
+    graphs."""
     (out_a, lse_a, max_a), (out_b, lse_b, max_b) = a, b
     top = torch.maximum(lse_a, lse_b)
     # If neither saw a key, any finite number will do.

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from cp_dispatch._compat import compiles_for_inductor
 from cp_dispatch.by_need.selector import Indexed, Pairs
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.native.rows import copy_rows
 
 
 class Copies(NamedTuple):
-    """Pairs for one call of :func:`~cp_dispatch.rows.copy_rows`. The index, if any, is that of the
-    targets (``scatter``) or of the sources."""
+    """Pairs for one call of :func:`~cp_dispatch.native.rows.copy_rows`. The index, if any, is that
+    of the targets (``scatter``) or of the sources."""
 
     targets: list[Tensor]
     sources: list[Tensor]

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from cp_dispatch import recomputed
 from cp_dispatch._compat import (
     compiles_for_inductor,
     dynamo_traces,
@@ -46,8 +45,9 @@ from cp_dispatch.flex.program_order import with_order
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
 from cp_dispatch.flex.traced_calls import options_at_look, options_of_graph
-from cp_dispatch.graph_guards import note_trace
-from cp_dispatch.graph_order import keep_in_graph, warn_of_no_rows
+from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.guards import note_trace
+from cp_dispatch.graphs.order import keep_in_graph, warn_of_no_rows
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward

@@ -2,9 +2,10 @@
 
 The shares come from the rank itself and from the ranks that took its keys, in runs of rows. If runs
 begin and end in few places, they are summed in place, with one launch for each stretch of rows with
-the same sources (:mod:`cp_dispatch.parts`). Orders of scattered blocks have so many stretches that
-the launches would take the host longer than it takes a GPU to copy the rank's own rows next to the
-others; then all rows are summed in one launch, in the same order and with the same rounding.
+the same sources (:mod:`cp_dispatch.native.parts`). Orders of scattered blocks have so many
+stretches that the launches would take the host longer than it takes a GPU to copy the rank's own
+rows next to the others; then all rows are summed in one launch, in the same order and with the same
+rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from cp_dispatch.by_need.selector import Pairs, Selector
 from cp_dispatch.flex.needs import Move
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 
 #: With more stretches, or runs, than this they are summed row by row.
 MOST_STRETCHES, MOST_RUNS = 8, 32
@@ -37,8 +38,8 @@ class Sums:
                 places.append((start, count, place if move.taker == rank else at))
                 at += count
         #: For each run of rows, its place in the shard, its length and its place in its source, for
-        #: :func:`~cp_dispatch.parts.add_up`. The rank's own rows are among all positions; a taker's
-        #: rows follow each other in ascending order.
+        #: :func:`~cp_dispatch.native.parts.add_up`. The rank's own rows are among all positions; a
+        #: taker's rows follow each other in ascending order.
         self.places = tuple(places)
         #: The same if the rank's own rows are already in the shard.
         self.places_in_place = (

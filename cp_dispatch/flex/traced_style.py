@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dispatch import graph_guards
 from cp_dispatch._compat import count_traced, dynamo_traces, skip_code
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex import traced_calls
 from cp_dispatch.flex.plain import no_order
 from cp_dispatch.flex.style import find_inputs, lengths_of_masks, value_at, with_inputs
+from cp_dispatch.graphs import guards as graph_guards
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.options import Options
-from cp_dispatch.plain_context import PlainContext
+from cp_dispatch.plain_tensors.context import PlainContext
+from cp_dispatch.plain_tensors.traced_style import has_dtensor, map_tensors, number_for
 from cp_dispatch.toggle import flex_rules_for_trace
-from cp_dispatch.traced_style import has_dtensor, map_tensors, number_for
 
 _EXPORTED = "a module in ContextParallel(attention_type='flex') cannot be exported"
 _UNEVEN = (

@@ -29,7 +29,7 @@ import torch
 from cp_dispatch._compat import disable_current_modes
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.spans import Span, chunk
-from cp_dispatch.permute import inverse_permutation, span_indices
+from cp_dispatch.native.permute import inverse_permutation, span_indices
 
 Spans = tuple[Span, ...]
 

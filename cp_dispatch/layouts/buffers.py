@@ -26,7 +26,7 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.balancer import Balancer
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.layouts.structure import map_tensors
-from cp_dispatch.permute import permute_sequence
+from cp_dispatch.native.permute import permute_sequence
 
 
 def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):

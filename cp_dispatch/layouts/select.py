@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.layouts.spans import Span
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 
 
 def selector(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:

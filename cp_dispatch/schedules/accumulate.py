@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Tile
-from cp_dispatch.merge import is_token_major, merge_partials, token_major
+from cp_dispatch.native.merge import is_token_major, merge_partials, token_major
 
 
 @dataclass(eq=False)

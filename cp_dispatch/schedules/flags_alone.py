@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.merge import plain_batch, token_major
+from cp_dispatch.native.merge import plain_batch, token_major
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.mailbox import OPENED, PUSHED

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.pair import Pair
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Span
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.home import mask_of, narrowed, of_heads
 from cp_dispatch.schedules.job import Job

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cp_dispatch.backends.base import repeat_heads
 from cp_dispatch.layouts import Geometry, RowGeometry, Span, laid_out
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules import head_costs
 from cp_dispatch.schedules.gradients import mask_gradient
 from cp_dispatch.schedules.head_shares import Share, grouped

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cp_dispatch.layouts import Span, Tile
-from cp_dispatch.merge import token_major
-from cp_dispatch.parts import add_up
+from cp_dispatch.native.merge import token_major
+from cp_dispatch.native.parts import add_up
 from cp_dispatch.schedules.blocks import Rows, backward_block
 from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Span
-from cp_dispatch.merge import token_major
-from cp_dispatch.parts import add_up
+from cp_dispatch.native.merge import token_major
+from cp_dispatch.native.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.gather_plan import Parcel, parcels_of
@@ -118,7 +118,7 @@ class KeyShares:
 
     def places(self, arrived: list[KeyShare]) -> tuple[tuple[int, int, int], ...]:
         """The places of :attr:`own`, then of the shares that arrived, for
-        :func:`~cp_dispatch.parts.add_up`."""
+        :func:`~cp_dispatch.native.parts.add_up`."""
         return (
             *((parcel.place, parcel.length, parcel.start) for parcel in self.own),
             *((share.start, share.dk.size(2), 0) for share in arrived),

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cp_dispatch._compat import current_raw_stream, is_capturing
-from cp_dispatch.merge import plain_batch, to_token_major, token_major
-from cp_dispatch.parts import way_to_add
+from cp_dispatch.native.merge import plain_batch, to_token_major, token_major
+from cp_dispatch.native.parts import way_to_add
 from cp_dispatch.schedules.copy_ops import can_be_copied, rows_for
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cp_dispatch.merge import token_major
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.native.merge import token_major
+from cp_dispatch.native.rows import copy_rows
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.mailbox import Mailbox, on_default_stream

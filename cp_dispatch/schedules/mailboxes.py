@@ -7,7 +7,7 @@ from collections.abc import MutableSequence, Sequence
 import torch
 import torch.distributed as dist
 
-from cp_dispatch.graph_memory import apart
+from cp_dispatch.graphs.memory import apart
 from cp_dispatch.groups import exists
 from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.schedules.reach import ask_peers, is_used_by

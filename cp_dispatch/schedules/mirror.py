@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.balancer import coalesce
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.half_swap import Swap, mirror_of
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cp_dispatch.layouts import Geometry, Span, Tile, laid_out
 from cp_dispatch.layouts.tiles import tiles
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.gather import shares_of_keys

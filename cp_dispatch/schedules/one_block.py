@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry, Span, Tile, chunk_spans, of_spans
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.comm import Ring

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Geometry, laid_out
-from cp_dispatch.merge import to_token_major, token_major
+from cp_dispatch.native.merge import to_token_major, token_major
 from cp_dispatch.schedules.gradients import KeyShare
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.key_shares import KeyShares
@@ -112,7 +112,7 @@ def _is_empty(query: Tensor) -> bool:
     return 0 in query.shape[:2]
 
 
-# -- What it costs, see cp_dispatch.report --------------------------------------------------------
+# -- What it costs, see cp_dispatch.planning.report -----------------------------------------------
 
 
 def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
@@ -126,8 +126,8 @@ def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
-    """As :func:`cp_dispatch.report.extra_bytes`: the keys as they arrive and as prefixes; in a
-    backward also their gradients as the kernel returns them, as they are sent and as they
+    """As :func:`cp_dispatch.planning.report.extra_bytes`: the keys as they arrive and as prefixes;
+    in a backward also their gradients as the kernel returns them, as they are sent and as they
     arrive."""
     query, _, value = plan.padded_shards
     ranks = range(plan.world_size)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.native.rows import copy_rows
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.copy_ops import has_heads_in_rows, rows_for
 from cp_dispatch.schedules.head_moves import Moves

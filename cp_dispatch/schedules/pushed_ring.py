@@ -23,8 +23,8 @@ from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.layouts import Geometry, RowGeometry
-from cp_dispatch.merge import token_major
-from cp_dispatch.parts import add_up
+from cp_dispatch.native.merge import token_major
+from cp_dispatch.native.parts import add_up
 from cp_dispatch.schedules.copy_ops import rows_for
 from cp_dispatch.schedules.gradients import KeyShare, window_of
 from cp_dispatch.schedules.job import Job

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.layouts import Span
-from cp_dispatch.rows import copy_rows
+from cp_dispatch.native.rows import copy_rows
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.head_shares import Order
 

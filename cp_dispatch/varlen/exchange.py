@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.by_need.selector import Selector
-from cp_dispatch.parts import add_up
+from cp_dispatch.native.parts import add_up
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen.keys import add, as_batch, in_turn
 from cp_dispatch.varlen.traffic import Traffic

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.transport import redistributed
+from cp_dispatch.planning.transport import redistributed
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan

@@ -25,7 +25,7 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.graph_guards import note_trace
+from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.transforms import refuse_transforms
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.refusal import PLAIN_SHARDS

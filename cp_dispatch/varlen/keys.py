@@ -11,7 +11,7 @@ from torch import Tensor
 from cp_dispatch.by_need.selector import Selector
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import append
-from cp_dispatch.parts import add_up
+from cp_dispatch.native.parts import add_up
 from cp_dispatch.varlen.documents import Piece
 from cp_dispatch.varlen.traffic import Traffic
 
@@ -35,7 +35,7 @@ class CallKeys:
         self._runs = list(_by_owner(spans, traffic.takes))
         self._many = Selector(tuple(spans), device) if len(self._runs) > _MOST_RUNS else None
         #: The places of compact keys and of the kernel's keys, in the form for
-        #: :func:`~cp_dispatch.parts.add_up`.
+        #: :func:`~cp_dispatch.native.parts.add_up`.
         self.sums = tuple(in_turn(spans))
         #: Whether the kernel's keys are all compact keys, each once.
         self.are_all = sum(count for _, count, _ in self.sums) == sum(traffic.takes)
@@ -119,7 +119,7 @@ def _by_owner(spans: Sequence[Span], takes: Sequence[int]) -> Iterator[tuple[int
 
 def in_turn(spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
     """The places of a sum's rows that are one after the other in a part, in the form for
-    :func:`~cp_dispatch.parts.add_up`."""
+    :func:`~cp_dispatch.native.parts.add_up`."""
     first = 0
     for start, length in spans:
         yield start, length, first

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cp_dispatch import recomputed
 from cp_dispatch._compat import below_autograd, resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.graphs import recomputed
 from cp_dispatch.ops import NAMESPACE, refuse_local_tensor_mode
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.ranges import part

@@ -1,8 +1,8 @@
 """Collects every reason to refuse a ``varlen_attn`` call, each with what to do instead.
 
-As in :mod:`cp_dispatch.refusal`, the checks use only what all ranks know, so all refuse in the same
-way. Errors in the documents themselves are found by :mod:`cp_dispatch.varlen.documents`, also
-before any communication, because every rank reads the same lengths.
+As in :mod:`cp_dispatch.planning.refusal`, the checks use only what all ranks know, so all refuse in
+the same way. Errors in the documents themselves are found by :mod:`cp_dispatch.varlen.documents`,
+also before any communication, because every rank reads the same lengths.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dispatch.call import sharded_dims
-from cp_dispatch.layout_rules import (
+from cp_dispatch.layouts import Balancer
+from cp_dispatch.planning.layout_rules import (
     IF_NATURAL,
     length_refusals,
     named,
     ranks_refusals,
     shares_refusals,
 )
-from cp_dispatch.layouts import Balancer
-from cp_dispatch.refusal import (
+from cp_dispatch.planning.refusal import (
     form_refusals,
     grouped_heads_refusals,
     label,

@@ -18,8 +18,8 @@ from cp_dispatch._compat import is_tracing, local_tensor
 from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.by_need.kept import Kept
 from cp_dispatch.by_need.ownership import rank_at
-from cp_dispatch.compile_cache import note_groups
-from cp_dispatch.graph_order import keep_in_graph, stay_in_backward, warn_of_no_rows
+from cp_dispatch.graphs.compile_cache import note_groups
+from cp_dispatch.graphs.order import keep_in_graph, stay_in_backward, warn_of_no_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.options import Options
 from cp_dispatch.varlen.call import VarlenCall

@@ -13,7 +13,7 @@ from cp_dispatch.backends.base import aligned, repeat_heads, sum_heads
 from cp_dispatch.backends.efficient import _heads_side_by_side
 from cp_dispatch.backends.parts import few_heads
 from cp_dispatch.layouts import natural
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules.accumulate import OutputAccumulator
 from tests.distributed.reference import Problem, check, exact, one_device
 

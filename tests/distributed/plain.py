@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import cp_dispatch
-from cp_dispatch.plain_context import layout_for
+from cp_dispatch.plain_tensors.context import layout_for
 
 
 def run_plain(

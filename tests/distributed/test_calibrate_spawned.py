@@ -10,10 +10,10 @@ import torch
 from cp_dispatch import HeadTail
 from cp_dispatch.costs import Constants, calibrate, predict
 from cp_dispatch.costs.constants import KERNELS, MOVES
+from cp_dispatch.planning.settle import settle
 from cp_dispatch.schedules import CHOICES
-from cp_dispatch.settle import settle
 from tests.distributed.spawn import Env, run_asked
-from tests.test_settle import ring
+from tests.planning.test_settle import ring
 
 
 def quick(env: Env) -> None:

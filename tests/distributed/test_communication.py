@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail, decide
+from cp_dispatch import HeadTail
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.planning import decide
 from tests.distributed.calls import in_stages, only
 from tests.distributed.recorder import Record, Recorder
 from tests.distributed.reference import Mask, Problem

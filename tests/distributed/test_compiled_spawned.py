@@ -28,9 +28,11 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import decide, graph_order, traced_style
-from cp_dispatch.planner import of_two
-from cp_dispatch.settle import settle
+from cp_dispatch.graphs import order as graph_order
+from cp_dispatch.plain_tensors import traced_style
+from cp_dispatch.planning import decide
+from cp_dispatch.planning.planner import of_two
+from cp_dispatch.planning.settle import settle
 from tests.distributed.compiled import _has_compiler
 from tests.distributed.models import Model
 from tests.distributed.reference import Mask, Problem, check, exact, one_device

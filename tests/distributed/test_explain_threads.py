@@ -17,8 +17,8 @@ from cp_dispatch import (
     HeadTail,
     context_parallel,
     explain,
-    local_call,
 )
+from cp_dispatch.plain_tensors import local_call
 from tests.distributed.calls import only
 from tests.distributed.test_plain_threads import on_mesh, sequences
 

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import HeadTail, settle
-from cp_dispatch.report import _blocks
+from cp_dispatch import HeadTail
+from cp_dispatch.planning import decide, settle
+from cp_dispatch.planning.report import _blocks
 from cp_dispatch.schedules.head_groups import groups_for
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
@@ -90,7 +91,7 @@ def test_heads_that_tensor_parallel_ranks_do_not_share_evenly(
     want, alone = exact(problem, tensors), one_device(problem, tensors, kernel)
     floors, few = rounding(problem, tensors)
     monkeypatch.setattr(settle, "LARGEST", 1)  # as many groups as heads
-    monkeypatch.setattr(cp_dispatch.decide, "_plans", {})
+    monkeypatch.setattr(decide, "_plans", {})
 
     def rank_body(rank):
         mesh, places = init_device_mesh("cpu", (2, 3)), [Shard(2), Shard(1)]
@@ -140,7 +141,7 @@ def test_as_many_bytes_in_more_messages(monkeypatch, causal, head_tail):
     with only("cpu_flash"):
         whole = traffic(recorder, problem, 4, schedule="gather", layout=layout)
         limit(monkeypatch, problem, 4)
-        cp_dispatch.decide._plans.clear()
+        decide._plans.clear()
         parts = traffic(recorder, problem, 4, schedule="gather", layout=layout)
     for rank, (one, four) in enumerate(zip(whole, parts, strict=True)):
         plan = four[2]

@@ -92,7 +92,7 @@ def test_hybrid(heads, world_size, ranks, length, causal):
 
 @pytest.mark.parametrize("world_size", [2, 4])  # 104 is twice a multiple of 4 groups
 def test_hybrid_balances_the_ring_across_groups(monkeypatch, world_size):
-    monkeypatch.setattr("cp_dispatch.settle.estimates", lambda *_: (1.0, 0.0))
+    monkeypatch.setattr("cp_dispatch.planning.settle.estimates", lambda *_: (1.0, 0.0))
     # A shape that no other test uses, because plans are cached.
     problem = Problem(heads=4, key_heads=2, length=104, dim=24, causal=True)
     plan = judge(problem, 2 * world_size, "hybrid:2", "cpu_flash")

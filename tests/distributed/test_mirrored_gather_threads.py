@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import cp_dispatch
-from cp_dispatch import decide
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.planning import decide
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.half_swap import Swap

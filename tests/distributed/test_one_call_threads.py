@@ -18,10 +18,10 @@ from cp_dispatch.backends import flash
 from cp_dispatch.backends.cpu_flash import CpuFlash
 from cp_dispatch.backends.math import Math
 from cp_dispatch.layouts import laid_out
+from cp_dispatch.planning.settle import settle
 from cp_dispatch.schedules import prefix_plan
 from cp_dispatch.schedules.known_call import Known
 from cp_dispatch.schedules.prefix_plan import pairs_of, prefix_parcels, prefixes_of
-from cp_dispatch.settle import settle
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.recorder import Recorder

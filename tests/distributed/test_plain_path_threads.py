@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import dispatch, plain_path
+from cp_dispatch import dispatch
 from cp_dispatch.backends.cpu_flash import CpuFlash
+from cp_dispatch.plain_tensors import plain_path
 from tests.distributed.calls import only
 from tests.distributed.rooms import Rooms
 from tests.distributed.test_one_call_threads import counted, prefix_backward, prefix_forward

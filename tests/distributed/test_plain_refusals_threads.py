@@ -64,7 +64,7 @@ def test_calls(words, make):
         args, options = make(*own)
         with context_parallel(mesh, balancer="head-tail"):
             if words.startswith("the mesh"):
-                from cp_dispatch.local_call import attend_plain
+                from cp_dispatch.plain_tensors.local_call import attend_plain
                 from cp_dispatch.toggle import plain_context
 
                 with pytest.raises(ContextParallelError, match=words):

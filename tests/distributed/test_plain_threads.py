@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_dispatch
 from cp_dispatch import ContextParallelError, HeadTail, context_parallel
-from cp_dispatch.plain_context import layout_for
+from cp_dispatch.plain_tensors.context import layout_for
 from tests.distributed.calls import only
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding

@@ -7,9 +7,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_dispatch
-from cp_dispatch import HeadTail, decide
-from cp_dispatch.planner import of_two
-from cp_dispatch.settle import settle
+from cp_dispatch import HeadTail
+from cp_dispatch.planning import decide
+from cp_dispatch.planning.planner import of_two
+from cp_dispatch.planning.settle import settle
 from tests.distributed.calls import only
 from tests.distributed.permuted import run_permuted
 from tests.distributed.recorder import Recorder

@@ -23,7 +23,7 @@ from cp_dispatch.flex.cut import (
     unpack,
 )
 from cp_dispatch.flex.mask_job import MaskJob
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 
 
 def table_of(blocks: Blocks, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

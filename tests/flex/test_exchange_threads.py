@@ -33,7 +33,7 @@ from cp_dispatch.flex.needs import (
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
-from cp_dispatch.permute import span_indices
+from cp_dispatch.native.permute import span_indices
 from tests.distributed.rooms import Rooms
 from tests.distributed.threads import run_threads
 

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import _compat, graph_results
+from cp_dispatch import _compat
+from cp_dispatch.graphs import results as graph_results
 from tests.ranks import one_rank
 
 

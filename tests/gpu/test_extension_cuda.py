@@ -10,20 +10,21 @@ import itertools
 import pytest
 import torch
 
-from cp_dispatch import extension, rows
+from cp_dispatch import extension
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.merge import merge_eager, merge_partials, token_major
-from cp_dispatch.parts import add_up, sum_parts, sum_parts_eager
-from cp_dispatch.permute import (
+from cp_dispatch.native import rows
+from cp_dispatch.native.merge import merge_eager, merge_partials, token_major
+from cp_dispatch.native.parts import add_up, sum_parts, sum_parts_eager
+from cp_dispatch.native.permute import (
     inverse_permutation,
     pack_sequence,
     permute_sequence,
     span_indices,
     unpack_sequence,
 )
-from cp_dispatch.permute_ops import sources_of
+from cp_dispatch.native.permute_ops import sources_of
 from cp_dispatch.schedules.copy_ops import CURRENT, numbers_of, push_heads, push_pair
-from tests.test_permute import layouts
+from tests.native.test_permute import layouts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -347,7 +348,7 @@ def test_merge_in_place(dim, side):
 
 
 def test_public_merge_uses_the_kernel(monkeypatch):
-    import cp_dispatch.merge as module
+    import cp_dispatch.native.merge as module
 
     def not_called(*args):
         raise AssertionError("the twin was called")

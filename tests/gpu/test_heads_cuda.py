@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 import cp_dispatch
-from cp_dispatch import decide
-from cp_dispatch.planner import of_two
+from cp_dispatch.planning import decide
+from cp_dispatch.planning.planner import of_two
+from cp_dispatch.planning.settle import settle
 from cp_dispatch.schedules import head_costs
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.settle import settle
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
 from tests.distributed.reference import Mask, Problem, check, exact, rounding, yardstick

@@ -80,8 +80,8 @@ def grouped_heads(env: Env, kernel: str, schedule: str, kind: str | None, causal
             natural(env, schedule, kernel, causal=causal, **how)
         else:
             laid_out(env, kernel, kind, causal=causal, schedule=schedule, **how)
-    # Some gradients are too many for one call. The first rank has a tile with more than twice as many
-    # keys as queries: in head-tail order from 3 ranks on, else from 4.
+    # Some gradients are too many for one call. The first rank has a tile with more than twice as
+    # many keys as queries: in head-tail order from 3 ranks on, else from 4.
     assert {1, 2} & set(calls), calls
     if env.rank == 0 and env.world_size > (2 if causal and kind is not None else 3):
         assert ("packed" in calls) == (kernel == "cudnn"), calls

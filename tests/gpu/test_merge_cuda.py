@@ -1,4 +1,4 @@
-"""The Triton merge against its specification, :func:`cp_dispatch.merge.merge_eager`."""
+"""The Triton merge against its specification, :func:`cp_dispatch.native.merge.merge_eager`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from cp_dispatch.merge import merge_eager, merge_partials, token_major
+from cp_dispatch.native.merge import merge_eager, merge_partials, token_major
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.fixture
 def merge_triton():
     pytest.importorskip("triton")
-    from cp_dispatch.merge_triton import merge_triton
+    from cp_dispatch.native.merge_triton import merge_triton
 
     return merge_triton
 
@@ -123,9 +123,9 @@ def test_more_than_two_billion_elements(merge_triton):
 
 
 def test_public_function_picks_triton_without_the_extension(merge_triton, monkeypatch):
-    import cp_dispatch.merge_triton as module
+    import cp_dispatch.native.merge_triton as module
 
-    monkeypatch.setattr("cp_dispatch.merge.has_kernel", lambda *args: False)
+    monkeypatch.setattr("cp_dispatch.native.merge.has_kernel", lambda *args: False)
     calls = []
     monkeypatch.setattr(module, "merge_triton", lambda *args: calls.append(args))
     parts = partials((1, 1, 4, 8), torch.bfloat16, torch.bfloat16)

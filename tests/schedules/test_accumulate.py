@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_dispatch.layouts import Tile
-from cp_dispatch.merge import token_major
+from cp_dispatch.native.merge import token_major
 from cp_dispatch.schedules import accumulate
 from cp_dispatch.schedules.accumulate import OutputAccumulator, QueryGradient
 from cp_dispatch.schedules.blocks import Rows, backward_block, forward_block
 from cp_dispatch.schedules.job import Job
-from tests.test_merge import DTYPES, INF, SHAPE, assert_as_good, formula64, partial, wide
+from tests.native.test_merge import DTYPES, INF, SHAPE, assert_as_good, formula64, partial, wide
 
 
 def window(start: int, length: int, row: int | None = None) -> Tile:

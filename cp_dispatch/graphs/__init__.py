@@ -1,0 +1,1 @@
+"""What compiled and captured graphs, and checkpoints, need beside the ops."""

@@ -1,0 +1,299 @@
+"""Makes the masks of Hugging Face transformers right inside a ``context_parallel`` block.
+
+Note [Masks of transformers]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A model of transformers makes its masks from the lengths that it sees, which inside a block are
+those of a shard. A sliding window longer than the shard would be left out; a shorter one would be
+``(L, L)``, with only this rank's keys; and ranks could disagree on whether there are packed
+documents or padding. So while a block is on, we replace the function that makes masks for
+``"sdpa"``, for which transformers has a public table. The ranks first exchange what they have, in
+one small collective per mask (one or two in a forward, none in a layer). Then all ranks leave the
+mask out, or all make ``(B, 1, L, S)``, this rank's rows and all keys by their original positions,
+or all raise. They also raise if the model has wrong positions, which masks do not show
+(positions.py), or depends on its shard in other ways (configs.py). Attention other than
+``F.scaled_dot_product_attention`` would silently stay within a shard, so the functions that make
+masks for it raise.
+
+Masks that the caller prepares (4-D, or a dict with one for each kind of layer) do not come here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dispatch._compat import all_gather_single
+from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
+from cp_dispatch.hugging_face.positions import (
+    begin_elsewhere,
+    count_from_zero,
+    longest,
+    taken_by_the_model,
+)
+from cp_dispatch.layouts import Span, unshard
+from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.plain_tensors.context import PlainContext
+
+_MODULE = "transformers.masking_utils"
+_KIND = "sdpa"
+_SHARD_ALONE = (
+    "only F.scaled_dot_product_attention attends over all ranks, other attention would see only "
+    "this rank's shard; use attn_implementation='sdpa', for example by "
+    "model.set_attn_implementation('sdpa'), and call models whose sequence is not sharded outside "
+    "it"
+)
+# Functions that make masks for other kinds of attention, and why they are refused.
+_REFUSED = {
+    "eager_mask": _SHARD_ALONE,
+    "flash_attention_mask": _SHARD_ALONE,
+    "flex_attention_mask": "a BlockMask that the model makes would cover only this rank's shard; "
+    "use attn_implementation='sdpa', or make the BlockMask of the whole sequence, pass it among "
+    "the buffers, and to the model as attention_mask",
+}
+_NAMES = {
+    "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
+    "allow_is_causal_skip", "allow_is_bidirectional_skip", "device", "mask_function",
+}  # fmt: skip
+_NO_SKIPS = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+_installed: list[tuple] = []  # transformers' table, a key in it, its function, ours
+
+READY = (
+    "pass the model a prebuilt attention mask: a 4-D boolean tensor [B, 1, S, S] or, for a model "
+    "with several kinds of layers, a dict of such masks by the names in config.layer_types"
+)
+
+
+def install(plain_context) -> None:
+    """Replace transformers' mask functions, if it is imported. ``plain_context()`` returns the
+    block in effect."""
+    module = sys.modules.get(_MODULE)
+    table = getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    if table is None or _installed:
+        return
+    refused = {getattr(module, name, None): why for name, why in _REFUSED.items()}
+    for kind, theirs in list(table.items()):
+        if kind == _KIND:
+            ours = _sdpa_mask(theirs, plain_context)
+        elif theirs in refused:
+            ours = _refusing(kind, refused[theirs], theirs, plain_context)
+        else:
+            continue
+        _installed.append((table, kind, theirs, ours))
+        table[kind] = ours
+
+
+def remove() -> None:
+    """Put transformers' functions back, unless they have been replaced by others since."""
+    while _installed:
+        table, kind, theirs, ours = _installed.pop()
+        if table[kind] is ours:
+            del table[kind]
+            if table[kind] is not theirs:
+                table[kind] = theirs
+
+
+def _sdpa_mask(theirs, plain_context):
+    def sdpa_mask(*args, **kwargs):
+        # A trace cannot ask the other ranks; the call refuses the (L, L) mask that it makes. A
+        # window longer than the shard must not be left out, so that there is a mask to refuse.
+        if torch.compiler.is_compiling():
+            window = kwargs.get("local_size") is not None
+            return theirs(*args, **kwargs | (_NO_SKIPS if window else {}))
+        context = plain_context()
+        if context is None or context.world_size == 1:
+            return theirs(*args, **kwargs)
+        given = inspect.signature(theirs).bind(*args, **kwargs)
+        given.apply_defaults()
+        return _mask(context, theirs, given.arguments)
+
+    return sdpa_mask
+
+
+def _refusing(kind: str, why: str, theirs, plain_context):
+    def mask(*args, **kwargs):
+        context = None if torch.compiler.is_compiling() else plain_context()
+        if context is None or context.world_size == 1:
+            return theirs(*args, **kwargs)
+        raise ContextParallelError(
+            f"attn_implementation={kind!r} is refused inside context_parallel over "
+            f"{context.world_size} ranks: {why}"
+        )
+
+    return mask
+
+
+def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a module of transformers whose attention would stay within a shard."""
+    # A layer has no config, but its attention has.
+    for part in (module,) if hasattr(module, "config") else module.modules():
+        kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
+        local = isinstance(kind, str) and kind.startswith(("eager", "flash_attention"))
+        if mesh.size() > 1 and local:
+            raise ContextParallelError(
+                f"attn_implementation={kind!r} of {type(part).__name__} is refused in "
+                f"ContextParallel over {mesh.size()} ranks: {_SHARD_ALONE}"
+            )
+
+
+def sliding_window(module: torch.nn.Module) -> int | None:
+    """The sliding window or chunk length of an attention module of transformers, or of the
+    attention inside a layer, None if there is none. None for a whole model, whose layers may
+    differ: it makes its masks inside."""
+    window = _said_window(module)
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    if window is not None or any(isinstance(part, models) for part in module.modules()):
+        return window
+    inside = [_said_window(part) for part in module.modules()]
+    return min((x for x in inside if x is not None), default=None)
+
+
+def _said_window(module: torch.nn.Module) -> int | None:
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    # A config with kinds of layers does not say which kind this one is; the module itself does or,
+    # in Llama 4, its index among the layers.
+    whole = config if kinds is None else None
+    window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
+    known = kinds is not None and isinstance(layer, int) and 0 <= layer < len(kinds)
+    if known and kinds[layer] == "chunked_attention":
+        window = getattr(config, "attention_chunk_size", None)
+    return window if isinstance(window, int) else None
+
+
+def _mask(context: PlainContext, theirs, given: dict):
+    """The mask of this rank's rows, from the arguments of transformers' function; None if none is
+    needed. See Note [Masks of transformers]."""
+    if not _NAMES <= given.keys():
+        raise ContextParallelError(
+            "this version of transformers makes its masks from arguments that cp_dispatch does not "
+            f"know, {sorted(given)}; use transformers 5.24, or {READY}"
+        )
+    rows, keys, padding = given["q_length"], given["kv_length"], given["attention_mask"]
+    skips = given["allow_is_causal_skip"], given["allow_is_bidirectional_skip"]
+    offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
+    # Some models ask for a mask where none is needed. Other mask functions than the causal one may
+    # depend on more than positions.
+    module = sys.modules.get(_MODULE)
+    causal = given["mask_function"] is getattr(module, "causal_mask_function", None)
+    mesh = context.mesh
+    # If the model makes a cache, the number of keys says nothing about the padding mask.
+    width = 0 if padding is None else padding.shape[-1]
+    own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
+    config = given.get("kwargs", {}).get("config")
+    *ranks, seen = _tell(mesh, (rows, keys, *own, longest() if by_longest(config) else 0))
+    of_rows, of_keys, special, cached, padded, widths, counted = ranks
+    total = sum(of_rows)
+    if any(cached):
+        _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
+    if any(special):
+        _refuse(
+            "a mask depends on more than positions, but its function knows only this rank's shard. "
+            "If position_ids jump on some rank because of the order of the shards, not because of "
+            "packed documents, pass an attention_mask of ones, also as one of the buffers",
+            ranks,
+        )
+    fits = of_rows, [total] * len(ranks[0])
+    if len(set(padded)) > 1 or of_keys not in fits or (all(padded) and widths not in fits):
+        _refuse(
+            "attention_mask must be this rank's part on every rank, or the whole mask on every "
+            "rank, and a cache must not have room for more keys; pass use_cache=False",
+            ranks,
+        )
+    layout = context.layout(total)
+    if padding is not None and widths == of_rows:
+        (padding,) = unshard(mesh, [padding], [1], layout)
+    unknown = context.unknown_order(total)
+    if unknown is None and (layout is None or layout.seq_len == total):
+        _check_positions(layout, padding, of_rows, counted, ranks)
+    wrong = wrong_in_a_shard(config, total, seen)
+    if wrong is not None:
+        _refuse(wrong, ranks, None)  # prebuilt masks would not help
+    window = given["local_size"]
+    plain = padding is None or bool(padding.all())
+    by_flag = plain and skips[0] and (window is None or total < window)
+    if not all(of_rows) or (by_flag and 1 in of_rows):
+        _refuse(
+            "transformers treats a shard of one row as decoding and leaves is_causal out, and its "
+            "layers do not support a shard without rows; pad the sequence, or use fewer ranks",
+            ranks,
+        )
+    if by_flag or (plain and skips[1] and not window):
+        return None
+    if window and not plain and getattr(config, "attention_chunk_size", None) == window:
+        _refuse("with padding, chunks of attention would start where this rank's shard does", ranks)
+    if unknown is not None:
+        _refuse(unknown, ranks)
+    if layout is not None and layout.rows > 1:
+        _refuse(
+            f"a mask by positions cannot differ by batch row, as {type(layout).__name__}", ranks
+        )
+    positions = _positions(mesh, layout, total, given["device"])
+    return theirs(
+        **given
+        | {
+            "kv_length": total,
+            "q_offset": positions - torch.arange(rows, device=positions.device),
+            "attention_mask": padding,
+        }
+        | _NO_SKIPS
+    )
+
+
+def _check_positions(layout, padding, of_rows, counted, ranks: list[list[int]]) -> None:
+    """Refuse positions that count from 0 on ranks that hold other positions."""
+    wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
+    if layout is None and padding is not None:
+        # They do count from 0 if only padding comes before.
+        wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
+    if wrong and not taken_by_the_model():
+        _refuse(
+            "this model takes no position_ids, and would count positions from 0 in each shard, "
+            f"which is wrong on ranks {wrong}; use DTensors and cp_dispatch.enable() instead, "
+            "inside torch.distributed.tensor.experimental.implicit_replication()",
+            ranks,
+            ". If it needs no positions, ",
+        )
+    if wrong:
+        _refuse(
+            f"position_ids count from 0 on ranks {wrong}, which hold other positions. The model "
+            "does this if none are passed; pass position_ids of the whole sequence, also as one "
+            "of the buffers",
+            ranks,
+            ". If they are right, because packed documents begin there, ",
+        )
+
+
+def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:
+    """``(L,)``: the original positions of this rank's rows, the same in every batch row."""
+    rank = mesh.get_local_rank()
+    if layout is not None:
+        return layout.positions(rank, device)[0]
+    own = chunk(Span(0, total), mesh.size())[rank]
+    return torch.arange(own.position, own.position + own.length, device=device)
+
+
+def _tell(mesh, own: tuple) -> list[list[int]]:
+    """For each of this rank's numbers, the numbers of all ranks, by a collective."""
+    numbers = [0 if isinstance(x, torch.Tensor) else int(x) for x in own]
+    sent = torch.tensor(numbers, device=mesh.device_type)
+    for i, x in enumerate(own):
+        if isinstance(x, torch.Tensor):  # the host waits only once, for the result
+            sent[i] = x
+    received = sent.new_empty(mesh.size() * len(own))
+    all_gather_single(received, sent, group=mesh.get_group())
+    return received.view(mesh.size(), len(own)).t().tolist()
+
+
+def _refuse(reason: str, ranks: list[list[int]], otherwise: str | None = "; or "):
+    names = "rows", "keys", "more than positions", "cached", "attention_mask", "its columns"
+    names += ("positions from 0",)
+    given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
+    ready = "" if otherwise is None else otherwise + READY
+    raise ContextParallelError(
+        f"a mask that transformers makes inside context_parallel is refused: {reason}{ready}.\n"
+        f"Given, rank by rank: {given}"
+    )

@@ -1,0 +1,1 @@
+"""The ops of ``csrc/`` and their Python twins: rows, permutations, sums, merges."""

@@ -1,0 +1,1 @@
+"""The drop-in API for plain tensors, behind ``cp_dispatch/plain.py``."""

@@ -1,0 +1,1 @@
+"""How a call runs: which kernel and schedule, or why none, in data and in words."""
