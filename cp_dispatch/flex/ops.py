@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cp_dispatch._compat import resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, listed, packed_size
 from cp_dispatch.flex.exchange import Exchange
@@ -254,13 +255,16 @@ def _flex_listed_fake(kv_num, kv_indices, full_kv_num, full_kv_indices, columns)
 
 def check_rows(job: MaskJob, key: Tensor) -> None:
     """Refuse shards of other lengths, for example in a graph compiled for a different length."""
-    wanted = job.keys.rows(job.ring_rank)
-    if key.size(2) != wanted:
+    check_length("keys", key.size(2), job.keys, job.ring_rank)
+
+
+def check_length(what: str, length: int, owned: Ownership, rank: int) -> None:
+    if length != owned.rows(rank):
         raise ContextParallelError(
-            f"rank {job.ring_rank} of {job.keys.world_size} holds {key.size(2)} keys, but by "
-            f"length and layout it should hold {wanted}. Were the DTensors made from uneven shards "
-            "without their global shape? Or was the call compiled for a different length or "
-            "layout? Then recompile it after torch._dynamo.reset()."
+            f"rank {rank} of {owned.world_size} holds {length} {what}, but by length and layout it "
+            f"should hold {owned.rows(rank)}. Were the DTensors made from uneven shards without "
+            "their global shape? Or was the call compiled for a different length or layout? Then "
+            "recompile it after torch._dynamo.reset()."
         )
 
 

@@ -39,6 +39,7 @@ from cp_dispatch.flex.agreement import check_flex_agreement
 from cp_dispatch.flex.call import FlexCall
 from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_tuple import MaskTuple
+from cp_dispatch.flex.ops import check_length
 from cp_dispatch.flex.plain import inside, is_inside
 from cp_dispatch.flex.plan import in_words, make_plan
 from cp_dispatch.flex.program_order import with_order
@@ -233,6 +234,9 @@ def _local(options, call: FlexCall, scale: float) -> LocalFlex:
         local.note_trace(options)
         for x in call.tensors.values():
             int(local_tensor(x).shape[2])  # a guard that holds; one on a DTensor's length may not
+    if plan.world_size > 1:  # of the keys, the ops check it
+        rows = int(local_tensor(call.query).shape[2])
+        check_length("query rows", rows, local.queries, local.rank)
     return local
 
 

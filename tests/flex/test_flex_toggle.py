@@ -228,6 +228,10 @@ def test_shards_must_be_as_long_as_the_global_shape_says(schedule):
         query, key = (with_rows(mesh, n, (1, 2, 16, 4), 2) for n in (8, 7))
         with pytest.raises(ContextParallelError, match="holds 7 keys, but .* it should hold 8"):
             flex_attention(query, key, key)
+        whole = outline(mesh, (1, 2, 16, 4), (Replicate(),))
+        for other in (query, whole):
+            with pytest.raises(ContextParallelError, match="holds 7 query rows, but .* hold 8"):
+                flex_attention(key, other, other)
 
 
 def test_a_mask_of_another_rank_is_refused():
