@@ -30,7 +30,7 @@ from cp_dispatch.schedules.comm import Ring
 #: the rows, and kernels put them in place.
 MOST_RUNS = 64
 # Views of rooms keep the exchange of a mask alive, and its indices on the GPU.
-MOST_VIEWS = 16
+MOST_VIEWS = 32
 
 
 def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
@@ -48,7 +48,9 @@ def keys_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: 
 def gradients_by(exchange: Exchange, ring: Ring, key: Tensor, value: Tensor, groups: int):
     """The carrier of the gradients of all groups; the same on all ranks."""
     rows = exchange.shares
-    room = _Room(exchange, ring, "flex gradients", key, value, groups, max(map(sum, rows)))
+    # With one group, the keys have been read before there are gradients.
+    name = "flex keys" if groups == 1 else "flex gradients"
+    room = _Room(exchange, ring, name, key, value, groups, max(map(sum, rows)))
     if room.box is not None:
         return PulledGradients(exchange, ring, room, rows, groups)
     return Collectives(exchange, ring)
@@ -90,7 +92,7 @@ class _Pulled:
         size = ring.world_size
         # Nearest rank first, so that no two ranks read from the same rank at a time.
         self._peers = [(ring.rank + step) % size for step in range(1, size)]
-        place = exchange, room.shape, room.dims, room.dtype, groups
+        place = type(self), exchange, room.shape, room.dims, room.dtype, groups
         found = self.box.views.get(place)
         if found is None:
             self.box.forget_many(MOST_VIEWS)

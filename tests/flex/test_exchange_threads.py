@@ -30,6 +30,7 @@ from cp_dispatch.flex.needs import (
     pays_to_gather,
     rows_sent,
 )
+from cp_dispatch.flex.pulled import PulledKeys
 from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Span
@@ -205,12 +206,15 @@ def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long):
 @pytest.mark.parametrize("layout", ["", HeadTail(90, 3).text], ids=["natural", "head-tail"])
 def test_rows_arrive_packed(layout, monkeypatch):
     monkeypatch.setattr(needs_module, "_WORTH_A_LAUNCH", 0)
-    rooms = Rooms(monkeypatch)
+    rooms, bring, packs = Rooms(monkeypatch), PulledKeys.bring, []
+    monkeypatch.setattr(
+        PulledKeys, "bring", lambda self, *x: (packs.append(self._packs), bring(self, *x))
+    )
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & (k % 32 < 16), B, None, 90, 90, "cpu", BLOCK_SIZE=8
     )
     run_ops(mask, 90, 3, layout, rooms=rooms)
-    assert "flex keys" in rooms.used
+    assert packs and all(packs)
     rooms.assert_all_is_quiet()
 
 
@@ -231,14 +235,14 @@ def test_a_window_moves_one_edge(monkeypatch):
 
 
 def test_a_room_holds_what_others_need(monkeypatch):
-    """For the same window it holds an edge, not the shard."""
+    """For the same window it holds an edge, not the shard; and keys, then gradients."""
     rooms = Rooms(monkeypatch)
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 4096, 4096, "cpu"
     )
     run_ops(mask, 4096, 8, rooms=rooms)
     sizes = {name: size for (_, name, _), size in rooms._sizes.items()}
-    assert sizes == {"flex keys": 128 * ROW, "flex gradients": 128 * ROW}
+    assert sizes == {"flex keys": 128 * ROW}
 
 
 def test_documents_that_ranks_do_not_share_move_nothing(monkeypatch):

@@ -127,18 +127,20 @@ def test_rooms_hold_what_is_read(monkeypatch):
     run_groups(mask, 128, 4, HeadTail(128, 4).text, twice=False)
     row = B * HKV * (D + DV) * 4
     # There are 8 pieces of 16 rows, and rank r owns r and 7 - r. It reads all pieces before 7 - r
-    # except r, once for all heads and once by groups.
-    read = [2 * (6 - r) * 16 * row for r in range(4)]
-    assert [rooms.sent["flex keys", r] for r in range(4)] == read
-    # Gradients of r and 7 - r that others computed: 3 ranks read the first piece, and r ranks the
-    # second.
-    home = [2 * (3 + r) * 16 * row for r in range(4)]
+    # except r. Of r and 7 - r others computed gradients: 3 ranks those of the first piece, and r
+    # ranks those of the second.
+    read, home = ([n * 16 * row for n in pieces] for pieces in ((6, 5, 4, 3), (3, 4, 5, 6)))
+    # Once for all heads, by way of one room, and once by groups.
+    by_keys = [2 * there + back for there, back in zip(read, home, strict=True)]
+    assert [rooms.sent["flex keys", r] for r in range(4)] == by_keys
     assert [rooms.sent["flex gradients", r] for r in range(4)] == home
     rooms.assert_all_is_quiet()
     rooms.sent.clear()
     monkeypatch.setattr("cp_dispatch.flex.pulled.MOST_RUNS", 1)
     run_groups(mask, 128, 4, HeadTail(128, 4).text, twice=False)
-    assert rooms.used == {"flex gradients"}
+    # Keys by collectives, gradients as before.
+    assert [rooms.sent["flex keys", r] for r in range(4)] == home
+    assert [rooms.sent["flex gradients", r] for r in range(4)] == home
 
 
 @pytest.mark.parametrize("kind", ["", "head-tail"])
