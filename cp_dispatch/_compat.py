@@ -29,6 +29,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as outside_functorch,
 )
+from torch._guards import active_fake_mode
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import _are_we_tracing as is_tracing
 from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +89,7 @@ __all__ = [
     "guard_trace",
     "has_tangent",
     "in_backward",
+    "in_fake_mode",
     "is_capturing",
     "is_fake",
     "is_functorch_wrapped_tensor",
@@ -527,6 +529,12 @@ def put_known_sizes(tensor: DTensor) -> None:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data and is not part of a graph that is being traced."""
     return isinstance(tensor, FakeTensor)
+
+
+def in_fake_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor for the fake mode that is on, which takes none with data; itself if none is on."""
+    mode = active_fake_mode()
+    return tensor if mode is None or is_fake(tensor) else mode.from_tensor(tensor)
 
 
 def compiles_for_inductor() -> bool:

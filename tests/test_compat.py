@@ -876,6 +876,14 @@ def test_is_fake():
     assert not _compat.is_fake(torch.ones(1))
 
 
+def test_in_fake_mode():
+    x = torch.ones(1)
+    assert _compat.in_fake_mode(x) is x
+    with FakeTensorMode():
+        fake = _compat.in_fake_mode(x)
+        assert _compat.is_fake(fake) and _compat.in_fake_mode(fake) is fake
+
+
 def test_compiles_for_inductor():
     """True only in a trace for inductor. A backend that is a function is not one."""
     library = torch.library.Library("cp_dispatch_compat_test", "FRAGMENT")

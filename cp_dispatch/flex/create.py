@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from cp_dispatch._compat import disable_current_modes, in_fake_mode
 from cp_dispatch.by_need.ownership import Ownership, ownership, rank_at
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, cut, of_tables
@@ -67,8 +68,10 @@ def create_cp_block_mask(
         layout = None if options is None else options.layout
     queries = _owned(mesh, Q_LEN, layout, B)
     rank, device = _rank(mesh), mesh.device_type if device is None else device
-    place = [span_indices(queries.spans(rank, lane)) for lane in range(queries.lanes)]
-    place = torch.stack(place).to(device, torch.int32)
+    with disable_current_modes():
+        place = [span_indices(queries.spans(rank, lane)) for lane in range(queries.lanes)]
+        place = torch.stack(place)
+    place = in_fake_mode(place).to(device, torch.int32)
     B, H = max(B or 1, queries.lanes), H or 1
     rows = place.size(1)
     step = max(1, _AT_ONCE // (B * H * max(KV_LEN, 1)) // q_block) * q_block

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cp_dispatch._compat import disable_current_modes
+from cp_dispatch._compat import disable_current_modes, in_fake_mode
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.native.permute import inverse_permutation, span_indices
@@ -102,7 +102,9 @@ class Balancer:
         A new tensor on ``device``, by default the CPU.
         """
         start = sum(self.shard_lengths[: check_rank(rank, self.world_size)])
-        return self.indices[:, start : start + self.shard_lengths[rank]].to(device, copy=True)
+        with _plain_tensors():
+            own = self.indices[:, start : start + self.shard_lengths[rank]].clone()
+        return in_fake_mode(own).to(device)
 
     # -- How well it balances ---------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dispatch._compat import all_gather_single
+from cp_dispatch._compat import all_gather_single, in_fake_mode, is_fake
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.balancer import Balancer
 from cp_dispatch.layouts.spans import Span, chunk
@@ -199,7 +199,8 @@ def permute(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor
 
     With B rows, row b of dim 0 of ``tensor`` goes by ``index[b]``. A contiguous copy.
     """
-    (taken,) = permute_sequence([tensor], index.to(tensor.device), dim, checked=True, unique=True)
+    index = in_fake_mode(index).to(tensor.device)
+    (taken,) = permute_sequence([tensor], index, dim, checked=True, unique=True)
     return taken.contiguous()
 
 
@@ -253,4 +254,6 @@ def _exchange(lengths: list[int], mesh: DeviceMesh) -> list[list[int]]:
     sent = torch.tensor(lengths, dtype=torch.int64, device=device)
     received = sent.new_empty(mesh.size() * len(lengths))
     all_gather_single(received, sent, group=mesh.get_group())
+    if is_fake(received):  # no rank knows, so all are taken to have as many rows as this one
+        return [[length] * mesh.size() for length in lengths]
     return received.view(mesh.size(), len(lengths)).t().tolist()

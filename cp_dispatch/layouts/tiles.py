@@ -29,6 +29,8 @@ keys (owners before the rank) or the tail half of the rows with all keys (owners
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -57,12 +59,25 @@ class Tile(NamedTuple):
 
 def cut(spans: tuple[Span, ...], start: int, length: int) -> tuple[Span, ...]:
     """The spans of local rows ``[start, start + length)`` of a shard."""
+    return _cut(spans, _starts(spans), start, length)
+
+
+def _starts(spans: tuple[Span, ...]) -> list[int]:
+    """The local row at which each span begins, and the number of all rows."""
+    return list(itertools.accumulate((span.length for span in spans), initial=0))
+
+
+def _cut(spans, starts: list[int], start: int, length: int) -> tuple[Span, ...]:
+    # Documents make thousands of spans and tiles, so no tile may look at all spans.
+    stop = min(start + length, starts[-1])
     parts = []
-    for span in spans:
-        first, last = max(start, 0), min(start + length, span.length)
-        if first < last:
+    for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+        span = spans[i]
+        first, last = max(start - starts[i], 0), min(stop - starts[i], span.length)
+        if first == 0 and last == span.length > 0:
+            parts.append(span)
+        elif first < last:
             parts.append(Span(span.position + first, last - first))
-        start -= span.length
     return tuple(parts)
 
 
@@ -72,10 +87,11 @@ def tiles(
     """The tiles of the rows of ``query`` with the keys of ``key``, those with the most rows first:
     a tile that covers all rows starts a result without a merge. See Note [Tiles]."""
     rectangles = sorted(_rectangles(query, key, causal), key=lambda r: (-r[1], r[0], r[2]))
+    row_starts, key_starts = _starts(query), _starts(key)
     return tuple(
         Tile(
-            row, rows, column, columns, is_causal,
-            cut(query, row, rows), cut(key, column, columns), key_place + column,
+            row, rows, column, columns, is_causal, _cut(query, row_starts, row, rows),
+            _cut(key, key_starts, column, columns), key_place + column,
         )
         for row, rows, column, columns, is_causal in rectangles
     )  # fmt: skip
@@ -93,10 +109,16 @@ def _rectangles(query, key, causal: bool) -> Iterator[tuple[int, int, int, int, 
         return
     above: list[tuple[int, int]] = []  # keys that the rows before see whole, as ranges
     first, start = 0, 0  # those rows are [first, start)
+    ends = [k.position + k.length for k in key] if _ascends(key) else []
+    columns_before = _starts(key)
     for span in query:
-        whole: list[tuple[int, int]] = []
-        column = 0
-        for k in key:
+        # If key spans ascend, they are wholly before the rows, then beside them, then after them.
+        at = bisect_right(ends, span.position)
+        column = columns_before[at]
+        whole: list[tuple[int, int]] = [(0, column)] if column else []
+        for k in key[at:]:
+            if ends and k.position >= span.position + span.length:
+                break
             if k.position + k.length <= span.position:
                 if whole and sum(whole[-1]) == column:
                     whole[-1] = whole[-1][0], whole[-1][1] + k.length

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dispatch._compat import disable_current_modes
+from cp_dispatch._compat import disable_current_modes, has_tangent
 from cp_dispatch.call import Call, sharded_dims
 from cp_dispatch.normalize import without_four_dims
 from cp_dispatch.sharding import SEQUENCE_DIM, sequence_kinds
@@ -111,7 +111,7 @@ def _mask_refusals(call: Call) -> list[str]:
             "rank's part as a sharded DTensor, and a padding mask [B, S] as [B, 1, 1, S]"
         )
     if not isinstance(mask, DTensor):
-        if mask.requires_grad and torch.is_grad_enabled():
+        if has_tangent(mask) or (mask.requires_grad and torch.is_grad_enabled()):
             reasons.append(
                 "attn_mask is a plain tensor that needs a gradient; make it a replicated DTensor"
             )

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -270,3 +271,35 @@ def test_a_rank_outside_of_the_mesh_is_refused():
             cp_dispatch.shard(mesh, torch.zeros(1, 8), 1)
         with pytest.raises(ContextParallelError, match=r"is not part of the mesh \[0, 2\]"):
             cp_dispatch.create_cp_block_mask(lambda *_: True, 1, 1, 256, 256, mesh)
+
+
+@pytest.mark.parametrize("balancer", balancers(2), ids=repr)
+def test_fake_tensors(balancer):
+    """For estimates of memory, without data: indices that a balancer has made have data."""
+    with fake_ranks(2) as mesh, FakeTensorMode():
+        whole = torch.ones(2, 24, requires_grad=True)
+        own = cp_dispatch.shard(mesh, whole, 1, balancer)
+        joined = cp_dispatch.unshard(mesh, own, 1, balancer)
+        joined.sum().backward()
+        assert own.shape == (2, 12) and joined.shape == whole.grad.shape == (2, 24)
+
+
+def test_a_block_with_fake_tensors():
+    with fake_ranks(2) as mesh, FakeTensorMode():
+        x = torch.ones(2, 3, 24, 4)
+        with cp_dispatch.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+            shard = x.clone().requires_grad_()
+            out = torch.nn.functional.scaled_dot_product_attention(*[shard] * 3, is_causal=True)
+            out.sum().backward()
+            (joined,) = cp_dispatch.context_parallel_unshard(mesh, [out], [2])
+        assert out.shape == shard.grad.shape == (2, 3, 12, 4)
+        assert x.shape == joined.shape == (2, 3, 24, 4)
+
+
+def test_own_rows_of_a_fake_block_mask():
+    with fake_ranks(2) as mesh, FakeTensorMode():
+        mask = cp_dispatch.create_cp_block_mask(
+            lambda b, h, q, k: q >= k, None, None, 64, 64, mesh, layout=HeadTail(64, 2),
+            BLOCK_SIZE=16,
+        )  # fmt: skip
+        assert mask.kv_indices.shape == (1, 1, 2, 4)

@@ -318,6 +318,23 @@ def test_rows_that_do_not_ascend_are_no_diagonal_of_their_own():
     assert sorted(found) == [(0, 4, 0, 4, True), (0, 4, 4, 4, False), (4, 4, 4, 4, True)]
 
 
+def test_a_span_of_rows_looks_at_the_keys_beside_it_alone():
+    """With a layout of 250 documents on 8 ranks, the tiles of one rank and one owner took 0.9 s."""
+    asked = []
+
+    class Counted(Span):
+        @property
+        def position(self):
+            asked.append(self)
+            return self[0]
+
+    keys = tuple(Counted(4 * i, 2) for i in range(200))
+    rows = tuple(Span(4 * i + 2, 2) for i in range(200))
+    found = [tile[:5] for tile in tiles(rows, keys, True, 0)]
+    assert found == [(2 * i, 2, 0, 2 * i + 2, False) for i in range(200)]
+    assert len(asked) < 10 * len(keys)
+
+
 def test_what_follows_from_all_ranks_is_worked_out_once(monkeypatch):
     """A ring asks for these at every hop. On 512 ranks a prediction took 20 seconds."""
     geometry, asked = natural(64 * 37, 64 * 37, (64,), True), []

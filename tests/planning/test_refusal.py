@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 from cp_dispatch import ContextParallelError, HeadTail, enabled, explain
@@ -51,6 +52,15 @@ def test_a_plain_bias_is_fine_where_no_gradient_is_wanted(mode):
     bias = torch.ones(1, 1, 64, 64, requires_grad=True)
     with fake_ranks(4) as mesh, enabled(), mode():
         assert explain(**arguments(mesh, attn_mask=bias)).handler == "cp_dispatch"
+
+
+def test_a_plain_bias_with_a_tangent():
+    """Forward-mode AD: the mask is detached to be a DTensor, and would lose the tangent."""
+    bias = torch.ones(1, 1, 64, 64)
+    with fake_ranks(4) as mesh, forward_ad.dual_level():
+        dual = forward_ad.make_dual(bias, bias.clone())
+        _, expected = ONE_DIM["plain bias with a gradient"]
+        assert_refused(arguments(mesh, attn_mask=dual), expected)
 
 
 def test_layouts_over_two_mesh_dims():
