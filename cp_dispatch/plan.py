@@ -185,8 +185,8 @@ class Plan:
         return forward_transfers(self, rank), backward_transfers(self, rank)
 
     def extra_bytes(self) -> tuple[int, int]:
-        """Peak extra bytes of a forward and of a backward, see :func:`report.extra_bytes`; 0 if
-        cp_dispatch does not take the call."""
+        """Peak extra bytes of a forward and of a backward, see
+        :func:`cp_dispatch.planning.report.extra_bytes`; 0 if cp_dispatch does not take the call."""
         return (0, 0) if self.schedule is None else extra_bytes(self)
 
     def error(self) -> ContextParallelError:

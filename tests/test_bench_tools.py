@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_dispatch.plan import Plan
-from tests.planning.test_costs import constants
+from tests.costs.test_costs import constants
 
 TOOLS = pathlib.Path(__file__).parents[1] / "tools"
 

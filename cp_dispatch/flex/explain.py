@@ -33,7 +33,7 @@ def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> 
 
     Args:
         query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype:
-            DTensors or, inside a :func:`context_parallel` block, this rank's shards.
+            DTensors or, inside a :func:`cp_dispatch.context_parallel` block, this rank's shards.
         block_mask: a torch ``BlockMask`` for the whole sequence, this rank's rows of one
             (:func:`cp_dispatch.create_cp_block_mask`), or None. A mask of this rank's rows does not
             show which keys other ranks need; the plan then leaves out the rows that ranks send.

@@ -49,8 +49,8 @@ class FlexPlan(PlanByNeed):
         key_row_bytes: bytes of one position of key and value on a rank.
         reasons: why this plan was made; for ``"refused"`` all the reasons, each with what to do.
         rows_sent: key rows that each rank sends in a forward; None unless the block mask was read
-            (:func:`explain_flex`). A row covers all batch rows of a rank or, if each batch row has
-            its own layout, a single one; ``lanes`` is then their number.
+            (:func:`cp_dispatch.explain_flex`). A row covers all batch rows of a rank or, if each
+            batch row has its own layout, a single one; ``lanes`` is then their number.
         call: the call in words.
     """
 
