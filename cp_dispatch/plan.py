@@ -12,13 +12,13 @@ from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
 from cp_dispatch.planning.report import (
-    Transfer,
     backward_transfers,
     describe,
     extra_bytes,
     forward_transfers,
 )
 from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.transfer import Transfer
 
 
 @dataclass(frozen=True)

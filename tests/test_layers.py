@@ -103,6 +103,11 @@ def test_a_schedule_tells_its_costs():
         assert all(hasattr(schedule, x) for x in ("transfers", "extra_bytes", "blocks")), name
 
 
+def test_the_extensions_ops_know_nothing_above_them():
+    below = {"_compat", "errors", "extension", "switches"}
+    assert known_to(*within("native")) <= {*within("native"), *below}
+
+
 def test_a_backend_does_not_communicate():
     # _compat imports torch.distributed, but a backend uses nothing of it.
     modules = known_to(*within("backends")) - set(within("_compat"))

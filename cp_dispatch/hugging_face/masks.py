@@ -289,8 +289,10 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
 
 
 def _refuse(reason: str, ranks: list[list[int]], otherwise: str | None = "; or "):
-    names = "rows", "keys", "more than positions", "cached", "attention_mask", "its columns"
-    names += ("positions from 0",)
+    names = (
+        "rows", "keys", "more than positions", "cached", "attention_mask", "its columns",
+        "positions from 0",
+    )  # fmt: skip
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
     ready = "" if otherwise is None else otherwise + READY
     raise ContextParallelError(
