@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import cp_dispatch
-from tests.test_bench_tools import load
+from tests.tools.scripts import load
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(
