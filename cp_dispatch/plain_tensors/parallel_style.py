@@ -27,7 +27,7 @@ from cp_dispatch.flex.style import (
 from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
 from cp_dispatch.fused_modules import check_weights, no_fast_path
-from cp_dispatch.hugging_face.masks import check_implementation, sliding_window
+from cp_dispatch.hugging_face.modules import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_tensors.context import PlainContext, check_balancer, check_order
