@@ -11,12 +11,12 @@ import torch
 from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
-from cp_dispatch.planning.report import (
+from cp_dispatch.planning.collectives import (
     backward_transfers,
-    describe,
     extra_bytes,
     forward_transfers,
 )
+from cp_dispatch.planning.report import describe
 from cp_dispatch.schedules import SCHEDULES
 from cp_dispatch.schedules.transfer import Transfer
 
@@ -186,7 +186,8 @@ class Plan:
 
     def extra_bytes(self) -> tuple[int, int]:
         """Peak extra bytes of a forward and of a backward, see
-        :func:`cp_dispatch.planning.report.extra_bytes`; 0 if cp_dispatch does not take the call."""
+        :func:`cp_dispatch.planning.collectives.extra_bytes`; 0 if cp_dispatch does not take the
+        call."""
         return (0, 0) if self.schedule is None else extra_bytes(self)
 
     def error(self) -> ContextParallelError:
