@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -205,8 +204,3 @@ def _everyone_has_some(query, tensor_dim: int) -> bool:
 def _key_row_bytes(call: FlexCall) -> int:
     key, dims = call.key, int(call.key.shape[3]) + int(call.value.shape[3])
     return _largest_share(key, 0) * _largest_share(key, 1) * dims * key.dtype.itemsize
-
-
-def in_words(plan: FlexPlan, call: FlexCall) -> FlexPlan:
-    """The plan with the parts that are only for people to read."""
-    return dataclasses.replace(plan, call=call.describe())
