@@ -25,7 +25,7 @@ from cp_dispatch.ops import ops_to_save
 from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
 from cp_dispatch.plain_tensors.parallel_style import ContextParallel
 from cp_dispatch.plan import Plan
-from cp_dispatch.planning.explain_call import explain
+from cp_dispatch.planning.explain import explain
 from cp_dispatch.toggle import disable, enable, enabled, is_enabled
 from cp_dispatch.varlen.explain import explain_varlen
 from cp_dispatch.varlen.plan import VarlenPlan

@@ -11,14 +11,14 @@ import torch
 from cp_dispatch.backends import BACKENDS, wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Balancer, Geometry, RowGeometry
-from cp_dispatch.planning.report import (
-    Transfer,
+from cp_dispatch.planning.collectives import (
     backward_transfers,
-    describe,
     extra_bytes,
     forward_transfers,
 )
+from cp_dispatch.planning.report import describe
 from cp_dispatch.schedules import SCHEDULES
+from cp_dispatch.schedules.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,9 @@ class Plan:
         return forward_transfers(self, rank), backward_transfers(self, rank)
 
     def extra_bytes(self) -> tuple[int, int]:
-        """Peak extra bytes of a forward and of a backward, see :func:`report.extra_bytes`; 0 if
-        cp_dispatch does not take the call."""
+        """Peak extra bytes of a forward and of a backward, see
+        :func:`cp_dispatch.planning.collectives.extra_bytes`; 0 if cp_dispatch does not take the
+        call."""
         return (0, 0) if self.schedule is None else extra_bytes(self)
 
     def error(self) -> ContextParallelError:

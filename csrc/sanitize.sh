@@ -17,7 +17,7 @@ nm -D cp_dispatch/_C.abi3.so | grep __asan_init >/dev/null
 libs="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
 if [[ $# == 0 ]]; then
     set -- tests/native/test_permute.py tests/native/test_pack.py tests/native/test_merge.py \
-        tests/native/test_extension.py::test_extension_is_loaded_where_there_is_a_compiler
+        tests/test_extension.py::test_extension_is_loaded_where_there_is_a_compiler
 fi
 # Python and torch leak by design, and what they allocate is not what is tested.
 LD_PRELOAD="$libs" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \

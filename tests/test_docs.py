@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pathlib
 import re
+import textwrap
 
 import pytest
 
 import cp_dispatch
-from tests.test_bench_tools import load
+from tests.tools.scripts import load
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted(
@@ -43,6 +45,16 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_valid_and_uses_public_names(page):
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for node in (x for block in blocks for x in ast.walk(ast.parse(textwrap.dedent(block)))):
+        if isinstance(node, ast.ImportFrom) and node.module == "cp_dispatch":
+            assert {alias.name for alias in node.names} <= set(cp_dispatch.__all__)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "cp_dispatch":
+            assert node.attr in cp_dispatch.__all__
 
 
 def test_every_page_is_linked_from_the_readme():

@@ -8,7 +8,7 @@ import pytest
 
 import cp_dispatch
 from cp_dispatch.backends import BACKENDS
-from cp_dispatch.planning.report import GATHERS, RINGS
+from cp_dispatch.planning.collectives import GATHERS, RINGS
 from cp_dispatch.schedules import SCHEDULES
 
 PACKAGE = pathlib.Path(cp_dispatch.__file__).parent
@@ -95,12 +95,17 @@ def test_what_chooses_a_kernel_knows_it_by_its_properties():
 
 
 def test_a_schedule_tells_its_costs():
-    """Otherwise :mod:`cp_dispatch.planning.report` would report those of a ring."""
+    """Otherwise :mod:`cp_dispatch.planning.collectives` would report those of a ring."""
     known = {*RINGS, *GATHERS, "replicated_keys", "replicated_queries"}
     told = {name: x for name, x in SCHEDULES.items() if name not in known and ":" not in name}
     assert {"one_call", "ulysses"} <= set(told)
     for name, schedule in told.items():
         assert all(hasattr(schedule, x) for x in ("transfers", "extra_bytes", "blocks")), name
+
+
+def test_the_extensions_ops_know_nothing_above_them():
+    below = {"_compat", "errors", "extension", "switches"}
+    assert known_to(*within("native")) <= {*within("native"), *below}
 
 
 def test_a_backend_does_not_communicate():

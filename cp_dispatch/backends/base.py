@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from cp_dispatch.backends.parts import cut, few_heads, parts_of
 from cp_dispatch.native.merge import token_major
+from cp_dispatch.native.parts import wide_dtype
 
 #: The largest number of blocks of a CUDA grid in its second and third dim.
 CUDA_GRID = 65535
@@ -217,11 +218,6 @@ class Backend:
 
     def _backward(self, grad_output, query, key, value, output, logsumexp, bias, causal, scale):
         raise NotImplementedError
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over blocks are kept, and the logsumexp."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _visible(mask: Tensor) -> Tensor:

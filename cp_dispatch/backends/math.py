@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cp_dispatch.backends.base import Backend, wide_dtype
+from cp_dispatch.backends.base import Backend
+from cp_dispatch.native.parts import wide_dtype
 
 
 class Math(Backend):

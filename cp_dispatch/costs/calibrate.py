@@ -267,14 +267,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help=words)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, cuda: bool) -> None:
+    """Refuse now what could not be measured or written, and not when minutes have been measured."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks < 2:
         raise ContextParallelError(
             f"calibrate measures transfers between ranks, but the world size is {ranks}; run it on "
             "all GPUs of one host: torchrun --nproc-per-node 4 -m cp_dispatch calibrate"
         )
-    cuda = torch.cuda.is_available()
     if not cuda and not arguments.quick:
         raise ContextParallelError(
             "calibrate measures GPUs, but torch sees none; on CPU it would take hours, and nothing "
@@ -285,13 +285,18 @@ def run(arguments: argparse.Namespace) -> None:
             '--quick does not measure usable constants, and "auto" would use them if they were in '
             "the package; pass a file, -o FILE"
         )
-    # Now, and not when minutes have been measured.
     folder = arguments.output.parent if arguments.output else FOLDER
     if not os.access(folder, os.W_OK):
         raise ContextParallelError(
             f"calibrate could not write its file: there is no folder {folder}, or it is read-only; "
             "pass a file elsewhere, -o FILE"
         )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, and write the file of constants."""
+    cuda = torch.cuda.is_available()
+    _check(arguments, cuda)
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         device = torch.device("cuda", dist.get_node_local_rank(0)) if cuda else torch.device("cpu")

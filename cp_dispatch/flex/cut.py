@@ -19,6 +19,7 @@ partial.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -206,19 +207,13 @@ def unpack(packed: Tensor, shapes) -> list[Tensor | None]:
         if shape is None:
             fields.append(None)
             continue
-        size = 1
-        for n in shape:
-            size = size * n
-        fields.append(packed[start : start + size].view(shape))
+        fields.append(packed[start : start + math.prod(shape)].view(shape))
         start = start + _padded(shape)
     return fields
 
 
 def _padded(shape) -> int:
-    size = 1
-    for n in shape:
-        size = size * n
-    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+    return (math.prod(shape) + _ALIGNED - 1) // _ALIGNED * _ALIGNED
 
 
 def own_part(lists: Sequence[Tensor | None], part: Sequence[int]) -> Blocks:

@@ -16,7 +16,7 @@ from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
 from cp_dispatch.flex.needs import everything, most_runs, moves, rows_sent
 from cp_dispatch.flex.plain import no_columns_of_all_keys, no_order, on_dtensors
-from cp_dispatch.flex.plan import FlexPlan, in_words, make_plan
+from cp_dispatch.flex.plan import FlexPlan, make_plan
 from cp_dispatch.flex.pulled import MOST_RUNS
 from cp_dispatch.options import Options
 from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks, words
@@ -33,7 +33,7 @@ def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> 
 
     Args:
         query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, any dtype:
-            DTensors or, inside a :func:`context_parallel` block, this rank's shards.
+            DTensors or, inside a :func:`cp_dispatch.context_parallel` block, this rank's shards.
         block_mask: a torch ``BlockMask`` for the whole sequence, this rank's rows of one
             (:func:`cp_dispatch.create_cp_block_mask`), or None. A mask of this rank's rows does not
             show which keys other ranks need; the plan then leaves out the rows that ranks send.
@@ -87,7 +87,7 @@ def _explain_shards(context: PlainContext, call: FlexCall) -> FlexPlan:
 
 
 def _explain(options: Options, call: FlexCall) -> FlexPlan:
-    plan = in_words(make_plan(options, call), call)
+    plan = dataclasses.replace(make_plan(options, call), call=call.describe())
     if torchs := tuple(_torchs_refusals(call)):
         before = plan.reasons if plan.handler == "refused" else ()
         return dataclasses.replace(plan, handler="refused", reasons=(*before, *torchs))

@@ -115,7 +115,7 @@ class LocalFlex:
 
     @functools.cached_property
     def has_local_rows(self) -> bool:
-        """Whether the mask holds only this rank's rows (:func:`create_cp_block_mask`)."""
+        """Whether there are only this rank's rows (:func:`cp_dispatch.create_cp_block_mask`)."""
         if not is_tracing():  # in a trace, ops check it when the graph runs
             check_order(self.call.mask.lists.kv_num, self.queries)
         rows, whole, own = self._block_rows

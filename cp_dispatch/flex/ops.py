@@ -259,6 +259,7 @@ def check_rows(job: MaskJob, key: Tensor) -> None:
 
 
 def check_length(what: str, length: int, owned: Ownership, rank: int) -> None:
+    """Refuse a shard with another length than ``rank`` owns; ``what`` names its rows."""
     if length != owned.rows(rank):
         raise ContextParallelError(
             f"rank {rank} of {owned.world_size} holds {length} {what}, but by length and layout it "

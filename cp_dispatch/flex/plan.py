@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -49,8 +48,8 @@ class FlexPlan(PlanByNeed):
         key_row_bytes: bytes of one position of key and value on a rank.
         reasons: why this plan was made; for ``"refused"`` all the reasons, each with what to do.
         rows_sent: key rows that each rank sends in a forward; None unless the block mask was read
-            (:func:`explain_flex`). A row covers all batch rows of a rank or, if each batch row has
-            its own layout, a single one; ``lanes`` is then their number.
+            (:func:`cp_dispatch.explain_flex`). A row covers all batch rows of a rank or, if each
+            batch row has its own layout, a single one; ``lanes`` is then their number.
         call: the call in words.
     """
 
@@ -205,8 +204,3 @@ def _everyone_has_some(query, tensor_dim: int) -> bool:
 def _key_row_bytes(call: FlexCall) -> int:
     key, dims = call.key, int(call.key.shape[3]) + int(call.value.shape[3])
     return _largest_share(key, 0) * _largest_share(key, 1) * dims * key.dtype.itemsize
-
-
-def in_words(plan: FlexPlan, call: FlexCall) -> FlexPlan:
-    """The plan with the parts that are only for people to read."""
-    return dataclasses.replace(plan, call=call.describe())

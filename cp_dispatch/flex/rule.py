@@ -41,7 +41,7 @@ from cp_dispatch.flex.local import LocalFlex
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.ops import check_length
 from cp_dispatch.flex.plain import inside, is_inside
-from cp_dispatch.flex.plan import in_words, make_plan
+from cp_dispatch.flex.plan import make_plan
 from cp_dispatch.flex.program_order import with_order
 from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
@@ -227,7 +227,7 @@ def _local(options, call: FlexCall, scale: float) -> LocalFlex:
         check_flex_agreement(options, call, scale)
     plan = make_plan(options, call)
     if plan.handler == "refused":
-        raise in_words(plan, call).error()
+        raise plan.error()
     local = LocalFlex(call, plan)
     if is_tracing():
         warn_of_no_rows(call.tensors.values())

@@ -41,6 +41,7 @@ def find_inputs(module: str, names: list[str], args: tuple, kwargs: dict) -> lis
 
 
 def value_at(place: tuple, args, kwargs):
+    """The argument at one of the places of :func:`find_inputs`."""
     at, keyword = place
     return args[at] if keyword is None else kwargs[keyword]
 

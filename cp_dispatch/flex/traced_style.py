@@ -7,7 +7,7 @@ makes the DTensors, from equal shards, and the finished graph does not contain t
 options cannot change there (see Note [Styles in graphs]). Instead the options are identified by a
 number that the graph holds and is guarded by. At dynamo's first look at a call of the op they are
 recorded for the rules of the op, which run when the graph is traced further
-(:mod:`cp_dispatch.flex.traced_calls`). The number is an argument of :data:`flex_shard`, an op that
+(:mod:`cp_dispatch.flex.traced_calls`). The number is an argument of ``flex_shard``, an op that
 further tracing removes. If it does run, the graph was not traced further, and the rules would use
 the enabled options, so it raises.
 """

@@ -27,6 +27,7 @@ _known: dict[int, tuple] = {}
 
 
 def install() -> None:
+    """Reuse specs in graphs' results, until :func:`remove`."""
     make = _unflatten.get()
 
     @run_uncompiled
@@ -56,5 +57,6 @@ def install() -> None:
 
 
 def remove() -> None:
+    """Put torch's method back, and forget all specs."""
     _unflatten.restore()
     _known.clear()

@@ -1,1 +1,1 @@
-"""How transformers handles a shard of a sequence: masks, positions, configs."""
+"""How transformers handles a shard of a sequence: masks, positions, configs, attention modules."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
+from cp_dispatch.hugging_face.modules import SHARD_ALONE
 from cp_dispatch.hugging_face.positions import (
     begin_elsewhere,
     count_from_zero,
@@ -40,16 +42,10 @@ from cp_dispatch.plain_tensors.context import PlainContext
 
 _MODULE = "transformers.masking_utils"
 _KIND = "sdpa"
-_SHARD_ALONE = (
-    "only F.scaled_dot_product_attention attends over all ranks, other attention would see only "
-    "this rank's shard; use attn_implementation='sdpa', for example by "
-    "model.set_attn_implementation('sdpa'), and call models whose sequence is not sharded outside "
-    "it"
-)
 # Functions that make masks for other kinds of attention, and why they are refused.
 _REFUSED = {
-    "eager_mask": _SHARD_ALONE,
-    "flash_attention_mask": _SHARD_ALONE,
+    "eager_mask": SHARD_ALONE,
+    "flash_attention_mask": SHARD_ALONE,
     "flex_attention_mask": "a BlockMask that the model makes would cover only this rank's shard; "
     "use attn_implementation='sdpa', or make the BlockMask of the whole sequence, pass it among "
     "the buffers, and to the model as attention_mask",
@@ -126,42 +122,24 @@ def _refusing(kind: str, why: str, theirs, plain_context):
     return mask
 
 
-def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a module of transformers whose attention would stay within a shard."""
-    # A layer has no config, but its attention has.
-    for part in (module,) if hasattr(module, "config") else module.modules():
-        kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
-        local = isinstance(kind, str) and kind.startswith(("eager", "flash_attention"))
-        if mesh.size() > 1 and local:
-            raise ContextParallelError(
-                f"attn_implementation={kind!r} of {type(part).__name__} is refused in "
-                f"ContextParallel over {mesh.size()} ranks: {_SHARD_ALONE}"
-            )
+class _Ranks(NamedTuple):
+    """What the ranks have, a list with one number per rank of each.
 
+    Attributes:
+        rows, keys: how many there are for the model.
+        special: whether the mask depends on more than positions.
+        cached: whether rows or keys do not begin with the sequence.
+        padded, widths: whether there is an ``attention_mask``, and how many columns it has.
+        counted: whether positions count from 0.
+    """
 
-def sliding_window(module: torch.nn.Module) -> int | None:
-    """The sliding window or chunk length of an attention module of transformers, or of the
-    attention inside a layer, None if there is none. None for a whole model, whose layers may
-    differ: it makes its masks inside."""
-    window = _said_window(module)
-    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    if window is not None or any(isinstance(part, models) for part in module.modules()):
-        return window
-    inside = [_said_window(part) for part in module.modules()]
-    return min((x for x in inside if x is not None), default=None)
-
-
-def _said_window(module: torch.nn.Module) -> int | None:
-    config = getattr(module, "config", None)
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    # A config with kinds of layers does not say which kind this one is; the module itself does or,
-    # in Llama 4, its index among the layers.
-    whole = config if kinds is None else None
-    window = getattr(module, "sliding_window", getattr(whole, "sliding_window", None))
-    known = kinds is not None and isinstance(layer, int) and 0 <= layer < len(kinds)
-    if known and kinds[layer] == "chunked_attention":
-        window = getattr(config, "attention_chunk_size", None)
-    return window if isinstance(window, int) else None
+    rows: list[int]
+    keys: list[int]
+    special: list[int]
+    cached: list[int]
+    padded: list[int]
+    widths: list[int]
+    counted: list[int]
 
 
 def _mask(context: PlainContext, theirs, given: dict):
@@ -172,56 +150,28 @@ def _mask(context: PlainContext, theirs, given: dict):
             "this version of transformers makes its masks from arguments that cp_dispatch does not "
             f"know, {sorted(given)}; use transformers 5.24, or {READY}"
         )
-    rows, keys, padding = given["q_length"], given["kv_length"], given["attention_mask"]
-    skips = given["allow_is_causal_skip"], given["allow_is_bidirectional_skip"]
-    offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
-    # Some models ask for a mask where none is needed. Other mask functions than the causal one may
-    # depend on more than positions.
-    module = sys.modules.get(_MODULE)
-    causal = given["mask_function"] is getattr(module, "causal_mask_function", None)
-    mesh = context.mesh
-    # If the model makes a cache, the number of keys says nothing about the padding mask.
-    width = 0 if padding is None else padding.shape[-1]
-    own = not any(skips) and not causal, offsets, padding is not None, width, count_from_zero(rows)
-    config = given.get("kwargs", {}).get("config")
-    *ranks, seen = _tell(mesh, (rows, keys, *own, longest() if by_longest(config) else 0))
-    of_rows, of_keys, special, cached, padded, widths, counted = ranks
-    total = sum(of_rows)
-    if any(cached):
-        _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
-    if any(special):
-        _refuse(
-            "a mask depends on more than positions, but its function knows only this rank's shard. "
-            "If position_ids jump on some rank because of the order of the shards, not because of "
-            "packed documents, pass an attention_mask of ones, also as one of the buffers",
-            ranks,
-        )
-    fits = of_rows, [total] * len(ranks[0])
-    if len(set(padded)) > 1 or of_keys not in fits or (all(padded) and widths not in fits):
-        _refuse(
-            "attention_mask must be this rank's part on every rank, or the whole mask on every "
-            "rank, and a cache must not have room for more keys; pass use_cache=False",
-            ranks,
-        )
-    layout = context.layout(total)
-    if padding is not None and widths == of_rows:
+    mesh, config = context.mesh, given.get("kwargs", {}).get("config")
+    ranks, seen = _told(mesh, given, config)
+    total = sum(ranks.rows)
+    _check_alike(ranks, total)
+    layout, padding = context.layout(total), given["attention_mask"]
+    if padding is not None and ranks.widths == ranks.rows:
         (padding,) = unshard(mesh, [padding], [1], layout)
     unknown = context.unknown_order(total)
     if unknown is None and (layout is None or layout.seq_len == total):
-        _check_positions(layout, padding, of_rows, counted, ranks)
+        _check_positions(layout, padding, ranks)
     wrong = wrong_in_a_shard(config, total, seen)
     if wrong is not None:
         _refuse(wrong, ranks, None)  # prebuilt masks would not help
-    window = given["local_size"]
-    plain = padding is None or bool(padding.all())
-    by_flag = plain and skips[0] and (window is None or total < window)
-    if not all(of_rows) or (by_flag and 1 in of_rows):
+    window, plain = given["local_size"], padding is None or bool(padding.all())
+    by_flag = plain and given["allow_is_causal_skip"] and (window is None or total < window)
+    if not all(ranks.rows) or (by_flag and 1 in ranks.rows):
         _refuse(
             "transformers treats a shard of one row as decoding and leaves is_causal out, and its "
             "layers do not support a shard without rows; pad the sequence, or use fewer ranks",
             ranks,
         )
-    if by_flag or (plain and skips[1] and not window):
+    if by_flag or (plain and given["allow_is_bidirectional_skip"] and not window):
         return None
     if window and not plain and getattr(config, "attention_chunk_size", None) == window:
         _refuse("with padding, chunks of attention would start where this rank's shard does", ranks)
@@ -232,23 +182,58 @@ def _mask(context: PlainContext, theirs, given: dict):
             f"a mask by positions cannot differ by batch row, as {type(layout).__name__}", ranks
         )
     positions = _positions(mesh, layout, total, given["device"])
-    return theirs(
-        **given
-        | {
-            "kv_length": total,
-            "q_offset": positions - torch.arange(rows, device=positions.device),
-            "attention_mask": padding,
-        }
-        | _NO_SKIPS
-    )
+    rows = torch.arange(given["q_length"], device=positions.device)
+    own = {"kv_length": total, "q_offset": positions - rows, "attention_mask": padding}
+    return theirs(**given | own | _NO_SKIPS)
 
 
-def _check_positions(layout, padding, of_rows, counted, ranks: list[list[int]]) -> None:
+def _told(mesh: DeviceMesh, given: dict, config) -> tuple[_Ranks, list[int]]:
+    """What the ranks have, and the longest position that each is given, if that matters to the
+    model; by a collective."""
+    rows, padding = given["q_length"], given["attention_mask"]
+    skips = given["allow_is_causal_skip"] or given["allow_is_bidirectional_skip"]
+    # Some models ask for a mask where none is needed. Other mask functions than the causal one may
+    # depend on more than positions.
+    module = sys.modules.get(_MODULE)
+    causal = given["mask_function"] is getattr(module, "causal_mask_function", None)
+    offsets = any(not isinstance(given[x], int) or given[x] for x in ("q_offset", "kv_offset"))
+    width = 0 if padding is None else padding.shape[-1]
+    own = (
+        rows, given["kv_length"], not skips and not causal, offsets, padding is not None, width,
+        count_from_zero(rows), longest() if by_longest(config) else 0,
+    )  # fmt: skip
+    *ranks, seen = _tell(mesh, own)
+    return _Ranks(*ranks), seen
+
+
+def _check_alike(ranks: _Ranks, total: int) -> None:
+    """Refuse what no mask of ``total`` positions can be made from."""
+    if any(ranks.cached):
+        _refuse("a cache already holds keys; run whole sequences, use_cache=False", ranks)
+    if any(ranks.special):
+        _refuse(
+            "a mask depends on more than positions, but its function knows only this rank's shard. "
+            "If position_ids jump on some rank because of the order of the shards, not because of "
+            "packed documents, pass an attention_mask of ones, also as one of the buffers",
+            ranks,
+        )
+    # If the model makes a cache, the number of keys says nothing about the padding mask.
+    fits = ranks.rows, [total] * len(ranks.rows)
+    padding_fits = not all(ranks.padded) or ranks.widths in fits
+    if len(set(ranks.padded)) > 1 or ranks.keys not in fits or not padding_fits:
+        _refuse(
+            "attention_mask must be this rank's part on every rank, or the whole mask on every "
+            "rank, and a cache must not have room for more keys; pass use_cache=False",
+            ranks,
+        )
+
+
+def _check_positions(layout, padding, ranks: _Ranks) -> None:
     """Refuse positions that count from 0 on ranks that hold other positions."""
-    wrong = [rank for rank in begin_elsewhere(layout, of_rows) if counted[rank]]
+    wrong = [rank for rank in begin_elsewhere(layout, ranks.rows) if ranks.counted[rank]]
     if layout is None and padding is not None:
         # They do count from 0 if only padding comes before.
-        wrong = [r for r in wrong if padding[:, : sum(of_rows[:r])].any()]
+        wrong = [r for r in wrong if padding[:, : sum(ranks.rows[:r])].any()]
     if wrong and not taken_by_the_model():
         _refuse(
             "this model takes no position_ids, and would count positions from 0 in each shard, "
@@ -288,9 +273,11 @@ def _tell(mesh, own: tuple) -> list[list[int]]:
     return received.view(mesh.size(), len(own)).t().tolist()
 
 
-def _refuse(reason: str, ranks: list[list[int]], otherwise: str | None = "; or "):
-    names = "rows", "keys", "more than positions", "cached", "attention_mask", "its columns"
-    names += ("positions from 0",)
+def _refuse(reason: str, ranks: _Ranks, otherwise: str | None = "; or "):
+    names = (
+        "rows", "keys", "more than positions", "cached", "attention_mask", "its columns",
+        "positions from 0",
+    )  # fmt: skip
     given = ", ".join(f"{name} {own}" for name, own in zip(names, ranks, strict=True))
     ready = "" if otherwise is None else otherwise + READY
     raise ContextParallelError(

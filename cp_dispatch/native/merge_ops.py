@@ -1,8 +1,8 @@
 """``torch.ops.cp_dispatch.merge``: the merge of two partial attention outputs, with autograd.
 
-The schedules have their own backward and merge in place (:func:`cp_dispatch.native.merge.
-merge_partials`). This op is for code that differentiates through the merge. With
-``w_a + w_b = 1`` as in :mod:`cp_dispatch.native.merge`::
+The schedules have their own backward and merge in place, with
+:func:`cp_dispatch.native.merge.merge_partials`. This op is for code that differentiates through the
+merge. With ``w_a + w_b = 1`` as in :mod:`cp_dispatch.native.merge`::
 
     d out_a = w_a * d out
     d lse_a = w_a * d lse + w_a * w_b * sum(d out * (out_a - out_b))

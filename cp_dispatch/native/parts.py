@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cp_dispatch.backends import wide_dtype
 from cp_dispatch.extension import has_kernel
 
 library = torch.library.Library("cp_dispatch", "FRAGMENT")
@@ -26,6 +25,11 @@ _op = torch.ops.cp_dispatch.sum_parts.default
 
 #: The most parts of a piece that a kernel takes.
 _MOST = 48
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums over blocks are kept, and the logsumexp."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:

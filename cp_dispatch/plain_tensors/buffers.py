@@ -32,10 +32,12 @@ def shard_of(mesh: DeviceMesh, buffer, dim: int, layout: Balancer | None):
 
 
 def length_of(buffer, dim: int) -> int:
+    """The length of a buffer's sequence; for a BlockMask, that of its queries."""
     return buffer.seq_lengths[0] if isinstance(buffer, BlockMask) else buffer.shape[dim]
 
 
 def listed(given, name: str) -> list:
+    """An argument as a list, empty for None; a single buffer or dim is refused."""
     if isinstance(given, (torch.Tensor, BlockMask, int)):
         raise ContextParallelValueError(f"{name} must be a list, got one {type(given).__name__}")
     return [] if given is None else list(given)
@@ -54,25 +56,22 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
         raise ContextParallelValueError("no_restore_buffers must be a subset of buffers")
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         name = f"buffers[{i}]"
-        if isinstance(buffer, BlockMask):
-            if ids.index(id(buffer)) != i or id(buffer) in sharded:
-                raise ContextParallelError(
-                    f"{name}, a BlockMask, is already a buffer of this block or of one around it; "
-                    "pass each buffer once"
-                )
-            continue
-        if not isinstance(buffer, torch.Tensor):
+        if not isinstance(buffer, (torch.Tensor, BlockMask)):
             raise ContextParallelValueError(f"{name} must be a tensor, got {type(buffer).__name__}")
+        is_mask = isinstance(buffer, BlockMask)
+        if ids.index(id(buffer)) != i or id(buffer) in sharded:
+            what = f"{name}, a BlockMask," if is_mask else f"{name} {list(buffer.shape)}"
+            raise ContextParallelError(
+                f"{what} is already a buffer of this block or of one around it; pass each buffer "
+                "once"
+            )
+        if is_mask:
+            continue
         if buffer.requires_grad:
             raise ContextParallelError(
                 f"{name} {list(buffer.shape)} needs a gradient, which would be that of the whole "
                 "tensor; call requires_grad_() on the shard inside the block, or use "
                 "cp_dispatch.shard"
-            )
-        if ids.index(id(buffer)) != i or id(buffer) in sharded:
-            raise ContextParallelError(
-                f"{name} {list(buffer.shape)} is already a buffer of this block or of one around "
-                "it; pass each buffer once"
             )
         if (
             isinstance(dim, bool)

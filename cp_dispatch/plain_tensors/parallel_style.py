@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dispatch._compat import in_backward
@@ -27,11 +27,11 @@ from cp_dispatch.flex.style import (
 from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
 from cp_dispatch.fused_modules import check_weights, no_fast_path
-from cp_dispatch.hugging_face.masks import check_implementation, sliding_window
-from cp_dispatch.layouts import Balancer, Span
-from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.hugging_face.modules import check_implementation, sliding_window
+from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
-from cp_dispatch.plain_tensors.context import PlainContext, check_balancer, check_order, whole_of
+from cp_dispatch.plain_tensors.context import PlainContext, check_balancer, check_order
+from cp_dispatch.plain_tensors.style_dtensors import has_sequence, whole_output, wholes_among
 from cp_dispatch.plain_tensors.style_mark import mark
 from cp_dispatch.plain_tensors.traced_style import map_tensors, traced_forward
 from cp_dispatch.toggle import (
@@ -171,7 +171,8 @@ class ContextParallel(ParallelStyle):
             output = forward(module, *args, **kwargs)
         if not wholes:
             return output
-        return map_tensors(partial(self._whole, mesh, wholes[0].shape[self.seq_dim]), output)
+        length = wholes[0].shape[self.seq_dim]
+        return map_tensors(lambda x: whole_output(x, mesh, self.seq_dim, length), output)
 
     def _prepared(self, mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict):
         """The local inputs, the inputs that were DTensors, and the block's context."""
@@ -180,7 +181,7 @@ class ContextParallel(ParallelStyle):
             check_weights(module, args, kwargs)
         given: list[torch.Tensor] = []
         map_tensors(given.append, (args, kwargs))
-        wholes = self._wholes(mesh, given)
+        wholes = wholes_among(given, mesh, self.seq_dim)
         own: list[torch.Tensor] = []
 
         def local(x):
@@ -189,7 +190,7 @@ class ContextParallel(ParallelStyle):
 
         masks = lengths_of_masks(args, kwargs)
         args, kwargs = map_tensors(local, (args, kwargs))
-        lengths = [x.shape[self.seq_dim] for x in own if self._has_sequence(x)]
+        lengths = [x.shape[self.seq_dim] for x in own if has_sequence(x, self.seq_dim)]
         if lengths and masks and max(masks) > max(lengths):  # torch would advise to crop it
             raise ContextParallelError(
                 f"ContextParallel(attention_type='sdpa') got a BlockMask of {max(masks)} positions "
@@ -231,25 +232,12 @@ class ContextParallel(ParallelStyle):
         """The places of query, key and value, these tensors, and the block's context."""
         places = find_inputs(type(module).__name__, names, args, kwargs)
         given = [value_at(place, args, kwargs) for place in places]
-        wholes = self._wholes(mesh, given)
+        wholes = wholes_among(given, mesh, self.seq_dim)
         context = self._context(mesh, None, None, [x.shape[self.seq_dim] for x in wholes])
         if reason := context.unknown_order():
             raise ContextParallelError(reason)
         self._check_recomputed(module, context)
         return places, given, context
-
-    def _wholes(self, mesh: DeviceMesh, given: list) -> list[DTensor]:
-        """The inputs that are DTensors, which must be sharded along the sequence."""
-        wholes = [x for x in given if isinstance(x, DTensor)]
-        for x in wholes:
-            fits = self._has_sequence(x) and x.device_mesh == mesh
-            if not fits or list(x.placements) != [Shard(self.seq_dim % x.ndim)]:
-                raise ContextParallelError(
-                    f"ContextParallel(seq_dim={self.seq_dim}) takes plain shards, or DTensors "
-                    f"that are Shard({self.seq_dim}) on {mesh}; an input of shape {list(x.shape)} "
-                    f"has placements {x.placements} on {x.device_mesh}"
-                )
-        return wholes
 
     def _check_recomputed(self, module: nn.Module, context: PlainContext) -> None:
         """Refuse to recompute a checkpoint in a different order, as after the block around has
@@ -280,24 +268,6 @@ class ContextParallel(ParallelStyle):
         return PlainContext.of(
             mesh, schedule, balancer, whole, order_is_known=known, lengths=own, window=window
         )
-
-    def _has_sequence(self, x: torch.Tensor) -> bool:
-        return -x.ndim <= self.seq_dim < x.ndim
-
-    def _whole(self, mesh, length: int, x: torch.Tensor):
-        """The DTensor of which an output is this rank's shard."""
-        if not self._has_sequence(x):
-            return x
-        own = chunk(Span(0, length), mesh.size())[mesh.get_local_rank()].length
-        if x.shape[self.seq_dim] != own:
-            raise ContextParallelError(
-                f"ContextParallel(seq_dim={self.seq_dim}) turns outputs into DTensors if inputs "
-                f"are DTensors, but an output of shape {list(x.shape)} does not have this rank's "
-                f"{own} of {length} positions along dim {self.seq_dim}; pass the module plain "
-                "shards, or apply the style to a smaller module whose outputs have the sequence "
-                "in the same dim as its inputs"
-            )
-        return whole_of(mesh, x, self.seq_dim % x.ndim, length)
 
 
 def _own_forward(module: nn.Module):

@@ -35,6 +35,7 @@ def install(plain_context: Callable[[], PlainContext | None]) -> None:
 
 
 def remove() -> None:
+    """Put the forward of reentrant checkpoints back."""
     while _forward:
         _forward.pop().restore()
 

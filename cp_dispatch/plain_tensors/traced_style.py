@@ -5,9 +5,9 @@ Note [Styles in graphs]
 In eager mode the style runs the module in a block. A trace cannot: a block changes state of this
 process, and inside a checkpoint dynamo allows no such change. In a trace the module's inputs are
 marked instead, as tensors of a subclass that only dynamo sees. The subclass replaces a call of
-``scaled_dot_product_attention`` by :data:`attend_shards`, an op that carries the number of the
-block that eager mode would have entered. Further tracing replaces that op by the ring op. The graph
-is guarded by everything that determines the block.
+``scaled_dot_product_attention`` by ``attend_shards``, an op that carries the number of the block
+that eager mode would have entered. Further tracing replaces that op by the ring op. The graph is
+guarded by everything that determines the block.
 
 In places dynamo loses the mark, for example in ``torch.cat`` of a tuple. A module in which no call
 of attention was seen, or one on unmarked tensors, therefore raises; without ``fullgraph=True`` it

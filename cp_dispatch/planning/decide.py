@@ -28,7 +28,7 @@ from cp_dispatch.planning.refusal import (
 from cp_dispatch.planning.why_not import reasons_against
 from cp_dispatch.sharding import sequence_kinds, target_placements
 
-logger = logging.getLogger("cp_dispatch.decide")
+logger = logging.getLogger("cp_dispatch.decide")  # a name that users may have set a level for
 
 _plans: dict[tuple, Plan] = {}
 _told: dict[Plan, None] = {}  # plans that are in the log

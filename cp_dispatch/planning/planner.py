@@ -66,10 +66,11 @@ def choose(
         return settled
     if not plan.has_lengths:
         return settled
+    ring = settle(plan, "ring", device_type)
     found = [
         (candidate, prediction)
         for candidate, prediction in alternatives(plan, device_type, own_rows, constants)
-        if _is_affordable(candidate, settle(plan, "ring", device_type), device_type)
+        if _is_affordable(candidate, ring, device_type)
         and (training or not candidate.backward_schedule)
     ]
     if not found:
@@ -84,15 +85,15 @@ def choose(
     words = f"predicted {prediction.forward * 1e3:.3g} ms forward"
     if training:
         words += f", {prediction.backward * 1e3:.3g} ms backward"
-    words += f" (constants of {constants.device})"
-    reason = f"{words}: the fastest of {len(found)} schedules"
+    why = f"the fastest of {len(found)} schedules"
     if smaller:
-        reason = f"{words}: little more than the fastest of {len(found)} schedules, and less memory"
+        why = f"little more than {why}, and less memory"
     elif len(alike) > 1:
-        reason = (
-            f"{words}: of {len(alike)} schedules that are predicted to be about as fast, the one "
-            "with the fewest moves, then the least memory"
+        why = (
+            f"of {len(alike)} schedules that are predicted to be about as fast, the one with the "
+            "fewest moves, then the least memory"
         )
+    reason = f"{words} (constants of {constants.device}): {why}"
     return dataclasses.replace(best, reasons=(*best.reasons, reason))
 
 

@@ -3,9 +3,9 @@
 A schedule has ``geometry``, ``forward`` and ``backward`` (see :mod:`cp_dispatch.schedules.ring`).
 It reports its costs by ``transfers``, ``extra_bytes`` and ``blocks`` of a plan (see
 :mod:`cp_dispatch.schedules.head_costs`; for rings and gathers they are in
-:mod:`cp_dispatch.planning.report`). Its ``KnownCalls``, if any, repeats earlier calls cheaply (see
-:mod:`known_call`). Forward and backward may have different schedules, because a backward needs only
-the results of the forward.
+:mod:`cp_dispatch.planning.collectives`). Its ``KnownCalls``, if any, repeats earlier calls cheaply
+(see :mod:`known_call`). Forward and backward may have different schedules, because a backward needs
+only the results of the forward.
 
 To add a schedule, add it to ``SCHEDULES``. Unless it is for particular placements, add it to
 ``CHOICES`` too: it is then an option of ``enable(schedule=...)`` and runs every call, except where

@@ -228,7 +228,7 @@ def transfers(schedule, plan: Plan, rank: int) -> tuple[list[Transfer], list[Tra
 
 
 def extra_bytes(schedule, plan: Plan) -> tuple[int, int]:
-    """As :func:`cp_dispatch.planning.report.extra_bytes`."""
+    """As :func:`cp_dispatch.planning.collectives.extra_bytes`."""
     forward, backward = (_extra_bytes(schedule, plan, backward) for backward in (False, True))
     return forward, backward
 

@@ -141,10 +141,10 @@ class Moves:
         return room.side_by_side(box, self._rank, len(self.parts))
 
     def numbers(self, box, packed: Sequence[bool]) -> Tensor:
-        """The numbers for :meth:`Mailbox.push_heads` of one tensor per part: ``(B, H, S, dim)``,
-        ``(B, H, S)`` for one number per row, or packed, ``(B * ranks, heads, S, dim)``. The nearest
-        rank comes first, so that no two ranks write to the same rank at a time, and this rank
-        last."""
+        """The numbers for :meth:`~cp_dispatch.schedules.mailbox.Mailbox.push_heads` of one tensor
+        per part: ``(B, H, S, dim)``, ``(B, H, S)`` for one number per row, or packed,
+        ``(B * ranks, heads, S, dim)``. The nearest rank comes first, so that no two ranks write to
+        the same rank at a time, and this rank last."""
         ranks = len(self.rooms)
         peers = [(self._rank + 1 + step) % ranks for step in range(ranks)]
         moves = (

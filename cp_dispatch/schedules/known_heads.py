@@ -70,7 +70,8 @@ class _Way:
     """What a forward and a backward have in common.
 
     Args:
-        is_causal, box, out, home, parts: what :meth:`Team.only_messages` returns.
+        is_causal, box, out, home, parts: what
+            :meth:`~cp_dispatch.schedules.head_team.Team.only_messages` returns.
         outgoing: tensors ``(B, H, S, dim)`` of the kind that is sent out.
         inputs: query, key and value of this kind.
     """

@@ -112,7 +112,7 @@ def _is_empty(query: Tensor) -> bool:
     return 0 in query.shape[:2]
 
 
-# -- What it costs, see cp_dispatch.planning.report -----------------------------------------------
+# -- What it costs, see cp_dispatch.planning.collectives ------------------------------------------
 
 
 def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
@@ -126,9 +126,9 @@ def transfers(plan: Plan, rank: int) -> tuple[list[Transfer], list[Transfer]]:
 
 
 def extra_bytes(plan: Plan) -> tuple[int, int]:
-    """As :func:`cp_dispatch.planning.report.extra_bytes`: the keys as they arrive and as prefixes;
-    in a backward also their gradients as the kernel returns them, as they are sent and as they
-    arrive."""
+    """As :func:`cp_dispatch.planning.collectives.extra_bytes`: the keys as they arrive and as
+    prefixes; in a backward also their gradients as the kernel returns them, as they are sent and as
+    they arrive."""
     query, _, value = plan.padded_shards
     ranks = range(plan.world_size)
     owned = sum(map(plan.geometry.key_length, ranks)) * plan.key_row_bytes

@@ -122,7 +122,7 @@ def packed_heads(parts: Sequence[Part], tensors: Sequence[Tensor], at_once: bool
 
 def as_heads(tensor: Tensor) -> Tensor:
     """A tensor ``(B, H, S, dim)``, or ``(B, H, S)`` for one number per row, in the form for
-    :meth:`Mailbox.push_heads`."""
+    :meth:`~cp_dispatch.schedules.mailbox.Mailbox.push_heads`."""
     if goes_as_it_is(tensor):
         return tensor
     if tensor.dim() == 3:

@@ -72,9 +72,9 @@ class Room:
     def move(
         self, source: int, first: int, rows: int, rank: int, offset: int, stride: int
     ) -> list[int]:
-        """One of the ``moves`` of :meth:`Mailbox.push_rows`: it copies rows of the source with that
-        index to a rank's room, ``offset`` bytes from its start, with ``stride`` bytes between batch
-        rows."""
+        """One of the ``moves`` of :meth:`~cp_dispatch.schedules.mailbox.Mailbox.push_rows`: it
+        copies rows of the source with that index to a rank's room, ``offset`` bytes from its start,
+        with ``stride`` bytes between batch rows."""
         return [source, first, rows, self.address(rank, offset), stride]
 
     def forget_many(self, most: int = 64) -> None:

@@ -160,6 +160,8 @@ class VarlenAttention(torch.autograd.Function):
 
 
 class VarlenAttentionBackward(torch.autograd.Function):
+    """Refuses second derivatives."""
+
     @staticmethod
     @run_uncompiled
     def forward(ctx, *args):

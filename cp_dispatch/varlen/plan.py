@@ -32,7 +32,7 @@ class VarlenPlan(PlanByNeed):
         key_row_bytes: bytes of one position of key and value on a rank.
         reasons: why this plan was made; for ``"refused"`` all the reasons, each with what to do.
         rows_sent: key rows that each rank sends in a forward; None unless the documents were read
-            (:func:`explain_varlen`).
+            (:func:`cp_dispatch.explain_varlen`).
         call: the call in words.
     """
 

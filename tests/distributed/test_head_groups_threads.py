@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 import cp_dispatch
 from cp_dispatch import HeadTail
 from cp_dispatch.planning import decide, settle
-from cp_dispatch.planning.report import _blocks
+from cp_dispatch.planning.collectives import blocks
 from cp_dispatch.schedules.head_groups import groups_for
 from tests.distributed.calls import only
 from tests.distributed.permuted import balancers, run_permuted
@@ -147,7 +147,7 @@ def test_as_many_bytes_in_more_messages(monkeypatch, causal, head_tail):
         plan = four[2]
         assert plan.head_groups == 4 and one[2].head_groups == 1
         assert "4 groups of key heads" in str(plan)
-        assert _blocks(plan, rank) == _blocks(one[2], rank)
+        assert blocks(plan, rank) == blocks(one[2], rank)
         for way in (0, 1):
             assert len(four[way].collectives) == 4 * len(one[way].collectives)
             assert sum(four[way].gathered) == sum(one[way].gathered)

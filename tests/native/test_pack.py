@@ -17,6 +17,7 @@ from cp_dispatch.native.permute import (
     span_indices,
     unpack_sequence,
 )
+from cp_dispatch.schedules.pair import Pair
 from tests.native.test_permute import numbered
 
 COPIES = {"op": rows.copy_rows, "twin": rows.copy_rows_eager}
@@ -168,15 +169,9 @@ def test_what_is_no_permutation_raises(bad):
         inverse_permutation(torch.tensor(bad))
 
 
-def test_pair_packs_as_before():
-    """With one launch if there are launches, otherwise with two copies."""
-    from cp_dispatch.schedules.pair import Pair
-
+def test_a_pair_is_packed_like_two_tensors():
     key, value = torch.randn(2, 3, 5, 4), torch.randn(2, 5, 3, 6).transpose(1, 2)
-    buffers = []
-    for one_launch in (False, True):
-        pair = Pair(key, value)
-        pair._one_launch = one_launch
-        buffers.append(pair.buffer(5))
-        pair.pack(key, value, buffers[-1])
-    assert torch.equal(*buffers) and torch.equal(buffers[0], pack_sequence([key, value]))
+    pair = Pair(key, value)
+    buffer = pair.buffer(5)
+    pair.pack(key, value, buffer)
+    assert torch.equal(buffer, pack_sequence([key, value]))

@@ -40,7 +40,7 @@ def explain(
     Args:
         query, key, value: ``(B, H, Sq, D)``, ``(B, Hkv, Sk, D)``, ``(B, Hkv, Sk, Dv)``, of any
             floating dtype and with any number of batch dims: DTensors or, inside a
-            :func:`context_parallel` block, this rank's shards.
+            :func:`cp_dispatch.context_parallel` block, this rank's shards.
         attn_mask, dropout_p, is_causal, scale, enable_gqa: the other arguments of the call.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import pathlib
 import sys
 
@@ -12,16 +11,8 @@ import pytest
 import torch
 
 from cp_dispatch.plan import Plan
-from tests.planning.test_costs import constants
-
-TOOLS = pathlib.Path(__file__).parents[1] / "tools"
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.costs.test_costs import constants
+from tests.tools.scripts import TOOLS, load
 
 
 def row(implementation="cp_dispatch ring", **fields):

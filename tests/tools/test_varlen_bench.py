@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dispatch.varlen import dense
 from cp_dispatch.varlen.documents import Window
 from tests.distributed.threads import run_threads
-from tests.test_bench_tools import TOOLS, load
+from tests.tools.scripts import TOOLS, load
 
 
 class Dense(torch.autograd.Function):

@@ -1,13 +1,13 @@
 """The examples in ``tools/`` run as their first lines say, here on CPU."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
-TOOLS = pathlib.Path(__file__).parents[1] / "tools"
+from tests.tools.scripts import TOOLS
+
 TWO_RANKS = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 

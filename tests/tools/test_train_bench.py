@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 TINY = ("--device cpu --dtype float32 --tokens 256 --layers 2 --dim 64 --heads 4 2 --vocab 256 "
         "--chunk 48 --steps 3 --lr 3e-3").split()  # fmt: skip
 

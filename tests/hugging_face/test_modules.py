@@ -1,0 +1,39 @@
+"""What attention modules of transformers report: their window, and how they attend."""
+
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+
+from cp_dispatch import ContextParallelError
+from cp_dispatch.hugging_face.modules import check_implementation, sliding_window
+
+KINDS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8}
+
+
+@pytest.mark.parametrize("module, window", [
+    (Some(config=Some(sliding_window=8)), 8),  # Mixtral
+    (Some(config=Some(sliding_window=8, **KINDS), sliding_window=None), None),
+    (Some(sliding_window=8), 8),
+    # Llama 4: the chunk was silently omitted if shards were shorter.
+    (Some(config=Some(**KINDS), layer_idx=0), 8),
+    (Some(config=Some(**KINDS), layer_idx=1), None),
+    (Some(config=Some(**KINDS)), None),
+    (Some(), None),
+])  # fmt: skip
+def test_windows_of_modules(module, window):
+    attention = torch.nn.Linear(1, 1)
+    vars(attention).update(vars(module))
+    assert sliding_window(attention) == window
+    layer = torch.nn.Sequential(torch.nn.Linear(1, 1), attention)
+    assert sliding_window(layer) == window
+
+
+def test_a_layer_with_attention_that_stays_local():
+    """The attention inside it is refused, although the layer itself does not report it."""
+    layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    ranks = Some(size=lambda: 2)
+    check_implementation(layer, ranks)
+    layer[0].config = Some(_attn_implementation="eager")
+    with pytest.raises(ContextParallelError, match="'eager' of Linear is refused"):
+        check_implementation(layer, ranks)
