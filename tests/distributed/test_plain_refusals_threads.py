@@ -426,16 +426,21 @@ def test_a_module_is_in_the_style_once(kind):
 
 @pytest.mark.parametrize("kind", ["sdpa", "flex"])
 def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
-    """It silently ran on the parameters of the original."""
+    """It silently ran on the parameters of the original. Only modules without one share theirs,
+    and so their compiled graphs."""
 
     def forward(self, query, key, value):
         return query * self.scale
 
     with fake_ranks(2) as mesh:
+        style = ContextParallel(1, kind, balancer=None)
+        usual = [parallelize_module(Projected(), mesh, style).forward.__func__ for _ in range(2)]
+        assert usual[0] is usual[1]
         module = Projected()
         module.scale = 2
         module.forward = types.MethodType(forward, module)
-        parallelize_module(module, mesh, ContextParallel(1, kind, balancer=None))
+        parallelize_module(module, mesh, style)
+        assert parallelize_module(Projected(), mesh, style).forward.__func__ is usual[0]
         module.scale, (again := copy.deepcopy(module)).scale = 3, 5
         ones = torch.ones(1, 4, 8)
         for x, want in ((module, 3), (again, 5)):
