@@ -441,6 +441,7 @@ def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
         module.forward = types.MethodType(forward, module)
         parallelize_module(module, mesh, style)
         assert parallelize_module(Projected(), mesh, style).forward.__func__ is usual[0]
+        assert not module._forward_pre_hooks, "dynamo would guard on their ids"
         module.scale, (again := copy.deepcopy(module)).scale = 3, 5
         ones = torch.ones(1, 4, 8)
         for x, want in ((module, 3), (again, 5)):
@@ -534,6 +535,21 @@ def test_style_leaves_tensors_without_its_dim_alone():
             got, other = module(*given, more=more)
             assert other is more and type(got) is type(given[0])
         torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh(2, body)
+
+
+def test_style_by_a_dim_from_the_last():
+    """It may be the first dim of some inputs."""
+    whole, more = sequences(16), torch.randn(16, 3)
+    want = F.scaled_dot_product_attention(*whole)
+
+    def body(mesh):
+        module = parallelize_module(WithMore(), mesh, ContextParallel(-2))
+        rows = [distribute(x, mesh, [Shard(2)]) for x in whole]
+        got, other = module(*rows, more=distribute(more, mesh, [Shard(0)]))
+        torch.testing.assert_close(got.full_tensor(), want)
+        assert torch.equal(other.full_tensor(), more)
 
     on_mesh(2, body)
 

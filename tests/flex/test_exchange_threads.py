@@ -358,6 +358,7 @@ def test_windows_of_blocks_on_a_border():
     laid = ownership(32, (2,), HeadTail(32, 2).text)
     view = window(laid, 0, 8)
     assert view.blocks == (0, 3) and view.runs == (Span(0, 8), Span(24, 8))
+    assert view.own == (True, True), "full blocks stay full"
     assert view.pieces(torch.tensor([7, 8])).tolist() == [7, 24]
 
 
