@@ -149,7 +149,8 @@ def test_arguments():
         refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
-        refused("no dim True", ValueError, buffers=[x], buffer_seq_dims=[True])
+        for dim in (True, 1.0, "0"):
+            refused(f"no dim {dim!r}", ValueError, buffers=[x], buffer_seq_dims=[dim])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
         refused("pass each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
         mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, "cpu", BLOCK_SIZE=4)

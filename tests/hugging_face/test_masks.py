@@ -37,6 +37,15 @@ def test_a_layer_with_attention_that_stays_local():
     layer[0].config = Some(_attn_implementation="eager")
     with pytest.raises(ContextParallelError, match="'eager' of Linear is refused"):
         check_implementation(layer, ranks)
+    # A model has one, which is not that of a model inside it, as for images.
+    layer.config = Some(_attn_implementation="sdpa")
+    check_implementation(layer, ranks)
+
+
+def test_the_smallest_window_of_a_layer():
+    layer = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
+    layer[0].sliding_window, layer[1].sliding_window = 8, 4
+    assert sliding_window(layer) == 4
 
 
 @pytest.mark.parametrize("window, skips", [(8, False), (None, True)])
