@@ -74,7 +74,9 @@ def results(query, key, value, grad, attend=attend) -> list:
     return [output.detach(), *(torch.autograd.grad(output, wanted, grad) if wanted else ())]
 
 
-@pytest.mark.parametrize("needs", [(True,) * 3, (True, False, False), (False,) * 3], ids=str)
+@pytest.mark.parametrize("needs", [
+    (True,) * 3, (True, False, False), (False, True, False), (False, False, True), (False,) * 3,
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("options", [
     {}, {"schedule": "ring"}, {"schedule": "gather"}, {"schedule": "ulysses"},
     {"schedule": "gather", "balancer": "head-tail"},

@@ -246,6 +246,31 @@ def test_sliding_window_and_documents():
         on_mesh(4, body)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_goes_by_true_positions(monkeypatch, causal):
+    """Every call draws a seed, which decides what pairs of positions it drops in any order."""
+    # Ranks in threads share a generator, so a test decides what they draw.
+    drawn: dict[int, int] = {}
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(drawn[dist.get_rank()]))
+    whole = sequences(16)
+
+    def body(mesh):
+        found = []
+        for balancer in (None, "head-tail"):
+            buffers = [x.clone() for x in whole]
+            for seed in (1, 2):
+                drawn[mesh.get_local_rank()] = seed
+                arguments = {"buffers": buffers, "buffer_seq_dims": [2] * 3, "balancer": balancer}
+                with context_parallel(mesh, **arguments):
+                    own = F.scaled_dot_product_attention(*buffers, dropout_p=0.4, is_causal=causal)
+                found += cp_dispatch.context_parallel_unshard(mesh, [own], [2], balancer=balancer)
+        return found
+
+    for first, second, *laid_out in on_mesh(2, body):
+        torch.testing.assert_close(laid_out, [first, second])
+        assert not torch.allclose(first, second)
+
+
 def test_bias_of_own_rows_has_a_gradient():
     query, key, value = sequences(32)
     bias = torch.randn(2, 2, 32, 32, requires_grad=True)
