@@ -6,11 +6,7 @@ import pytest
 import torch
 
 import cp_dispatch
-
-# A slow or shared machine must not fail tests.
 from cp_dispatch import extension, fast_path
-
-# A slow or shared machine must not fail tests.
 from cp_dispatch.plain_tensors import plain_path
 
 # A slow or shared machine must not fail tests.
