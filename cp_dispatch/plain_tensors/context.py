@@ -132,11 +132,10 @@ def whole_of(mesh: DeviceMesh, shard: torch.Tensor, dim: int, length: int) -> DT
 
 
 def rows_of_ranks(context: PlainContext, local: int, name: str, assumed: list[str]) -> list[int]:
-    """How many rows of a sequence each rank holds, given that this one holds ``local``. For plans,
-    which do not communicate; adds what this rank cannot know to ``assumed``, in words."""
+    """How many rows of a sequence each rank holds, given that this one holds ``local`` and that
+    they may be uneven. For plans, which do not communicate; adds what this rank cannot know to
+    ``assumed``, in words."""
     mesh = context.mesh
-    if not context.uneven:
-        return [local] * mesh.size()
     chunks = {n: [x.length for x in chunk(Span(0, n), mesh.size())] for n in context.whole_lengths}
     fitting = [own for own in chunks.values() if own[mesh.get_local_rank()] == local]
     if len(fitting) == 1:

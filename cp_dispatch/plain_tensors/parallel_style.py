@@ -122,7 +122,7 @@ class ContextParallel(ParallelStyle):
             schedule=self.schedule,
         )  # fmt: skip
         # Equal meshes may have different groups, such as those from before destroy_process_group.
-        group = None if device_mesh.get_coordinate() is None else device_mesh.get_group()
+        group = device_mesh.get_group()
         if getattr(module.forward, "in_style_on", None) == (device_mesh, group):
             return module  # applied before, for example because two parents share the module
         if self.attention_type == "flex":

@@ -235,6 +235,21 @@ def test_validation_beside_training(modes):
         on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_one_input_that_needs_a_gradient_beside_none(alone):
+    def body(mesh):
+        whole = CAUSAL.tensors()[:3]
+        for needs in (False, True):
+            inputs = [
+                distribute(x, mesh, ROWS).requires_grad_(needs and i == alone)
+                for i, x in enumerate(whole)
+            ]
+            assert [attend(*inputs).requires_grad for _ in range(3)] == [needs] * 3
+
+    with cp_dispatch.enabled():
+        on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("groups, whole_ways", [("the same", 2), ("others", 4)])
 def test_slices_of_a_mesh_are_one_and_meshes_of_other_groups_are_not(
     monkeypatch, groups, whole_ways

@@ -74,7 +74,9 @@ def results(query, key, value, grad, attend=attend) -> list:
     return [output.detach(), *(torch.autograd.grad(output, wanted, grad) if wanted else ())]
 
 
-@pytest.mark.parametrize("needs", [(True,) * 3, (True, False, False), (False,) * 3], ids=str)
+@pytest.mark.parametrize("needs", [
+    (True,) * 3, (True, False, False), (False, True, False), (False, False, True), (False,) * 3,
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("options", [
     {}, {"schedule": "ring"}, {"schedule": "gather"}, {"schedule": "ulysses"},
     {"schedule": "gather", "balancer": "head-tail"},
@@ -109,6 +111,22 @@ def test_calls_of_other_head_dims_and_dtypes_are_of_another_kind(ops):
             assert all(map(torch.equal, got, want))
 
     on_ranks(body)
+
+
+def test_calls_of_other_kernels_are_of_another_kind(ops):
+    def body(rank):
+        tensors, found = inputs(rank, dtype=torch.bfloat16), []
+        for is_on in (True, False):
+            torch.backends.cuda.enable_flash_sdp(is_on)  # of the process, so on all ranks
+            dist.barrier()
+            found.append(results(*tensors))
+            with Watch():
+                want = results(*tensors)
+            assert all(map(torch.equal, found[-1], want))
+            dist.barrier()
+        return torch.equal(found[0][0], found[1][0])
+
+    assert on_ranks(body) == [False, False]
 
 
 def test_the_output_has_the_dtype_of_the_query(ops):

@@ -149,7 +149,8 @@ def test_arguments():
         refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
-        refused("no dim True", ValueError, buffers=[x], buffer_seq_dims=[True])
+        for dim in (True, 1.0, "0"):
+            refused(f"no dim {dim!r}", ValueError, buffers=[x], buffer_seq_dims=[dim])
         refused("must be a tensor", ValueError, buffers=[3], buffer_seq_dims=[0])
         refused("pass each buffer once", buffers=[x, x], buffer_seq_dims=[0, 0])
         mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, "cpu", BLOCK_SIZE=4)
@@ -426,16 +427,22 @@ def test_a_module_is_in_the_style_once(kind):
 
 @pytest.mark.parametrize("kind", ["sdpa", "flex"])
 def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
-    """It silently ran on the parameters of the original."""
+    """It silently ran on the parameters of the original. Only modules without one share theirs,
+    and so their compiled graphs."""
 
     def forward(self, query, key, value):
         return query * self.scale
 
     with fake_ranks(2) as mesh:
+        style = ContextParallel(1, kind, balancer=None)
+        usual = [parallelize_module(Projected(), mesh, style).forward.__func__ for _ in range(2)]
+        assert usual[0] is usual[1]
         module = Projected()
         module.scale = 2
         module.forward = types.MethodType(forward, module)
-        parallelize_module(module, mesh, ContextParallel(1, kind, balancer=None))
+        parallelize_module(module, mesh, style)
+        assert parallelize_module(Projected(), mesh, style).forward.__func__ is usual[0]
+        assert not module._forward_pre_hooks, "dynamo would guard on their ids"
         module.scale, (again := copy.deepcopy(module)).scale = 3, 5
         ones = torch.ones(1, 4, 8)
         for x, want in ((module, 3), (again, 5)):
@@ -529,6 +536,21 @@ def test_style_leaves_tensors_without_its_dim_alone():
             got, other = module(*given, more=more)
             assert other is more and type(got) is type(given[0])
         torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh(2, body)
+
+
+def test_style_by_a_dim_from_the_last():
+    """It may be the first dim of some inputs."""
+    whole, more = sequences(16), torch.randn(16, 3)
+    want = F.scaled_dot_product_attention(*whole)
+
+    def body(mesh):
+        module = parallelize_module(WithMore(), mesh, ContextParallel(-2))
+        rows = [distribute(x, mesh, [Shard(2)]) for x in whole]
+        got, other = module(*rows, more=distribute(more, mesh, [Shard(0)]))
+        torch.testing.assert_close(got.full_tensor(), want)
+        assert torch.equal(other.full_tensor(), more)
 
     on_mesh(2, body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.utils.checkpoint import checkpoint
 
@@ -244,6 +246,31 @@ def test_sliding_window_and_documents():
         on_mesh(4, body)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_goes_by_true_positions(monkeypatch, causal):
+    """Every call draws a seed, which decides what pairs of positions it drops in any order."""
+    # Ranks in threads share a generator, so a test decides what they draw.
+    drawn: dict[int, int] = {}
+    monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.tensor(drawn[dist.get_rank()]))
+    whole = sequences(16)
+
+    def body(mesh):
+        found = []
+        for balancer in (None, "head-tail"):
+            buffers = [x.clone() for x in whole]
+            for seed in (1, 2):
+                drawn[mesh.get_local_rank()] = seed
+                arguments = {"buffers": buffers, "buffer_seq_dims": [2] * 3, "balancer": balancer}
+                with context_parallel(mesh, **arguments):
+                    own = F.scaled_dot_product_attention(*buffers, dropout_p=0.4, is_causal=causal)
+                found += cp_dispatch.context_parallel_unshard(mesh, [own], [2], balancer=balancer)
+        return found
+
+    for first, second, *laid_out in on_mesh(2, body):
+        torch.testing.assert_close(laid_out, [first, second])
+        assert not torch.allclose(first, second)
+
+
 def test_bias_of_own_rows_has_a_gradient():
     query, key, value = sequences(32)
     bias = torch.randn(2, 2, 32, 32, requires_grad=True)
@@ -386,6 +413,24 @@ def test_buffers_are_cut_and_come_back():
     on_mesh(2, body)
 
 
+def test_block_masks_are_cut_and_come_back():
+    whole = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, "cpu", BLOCK_SIZE=4)
+
+    def body(mesh):
+        own = cp_dispatch.shard(mesh, whole, 0)
+        back, kept = masks = [copy.copy(whole) for _ in range(2)]
+        with context_parallel(
+            mesh, buffers=masks, buffer_seq_dims=[0] * 2, no_restore_buffers={kept}, balancer=None
+        ):
+            inside = [(mask.seq_lengths, mask.kv_num_blocks) for mask in masks]
+        after = [(mask.seq_lengths, mask.kv_num_blocks) for mask in masks]
+        for lengths, blocks in (*inside, after[1]):
+            assert lengths == (16, 16) and torch.equal(blocks, own.kv_num_blocks)
+        assert back.seq_lengths == (32, 32) and back.kv_num_blocks is whole.kv_num_blocks
+
+    on_mesh(2, body)
+
+
 def test_buffers_made_in_inference_mode_are_cut_outside_of_it():
     """They have no version counter, and torch raises if anything would increment it."""
 
@@ -444,6 +489,21 @@ def test_backward_after_the_block():
 
     for got in zip(*on_mesh(2, body), want, strict=True):
         torch.testing.assert_close(got[0] + got[1], got[2])
+
+
+def test_backward_in_the_next_block_with_the_same_buffers():
+    """As in a pipeline, which runs the forward of several microbatches first."""
+
+    def body(mesh):
+        buffer = torch.arange(16.0)
+        x = torch.ones(8, requires_grad=True)
+        arguments = {"buffers": [buffer], "buffer_seq_dims": [0], "balancer": None}
+        with context_parallel(mesh, **arguments):
+            first = (x * buffer).sum()
+        with context_parallel(mesh, **arguments):
+            assert torch.equal(torch.autograd.grad(first, x)[0], buffer)
+
+    on_mesh(2, body)
 
 
 def test_a_saved_tensor_modified_in_place_is_still_found():

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from cp_dispatch import HeadTail, PerDocumentHeadTail
+from cp_dispatch import (
+    ContextParallelError,
+    HeadTail,
+    PerDocumentHeadTail,
+    create_cp_block_mask,
+)
 from cp_dispatch.by_need.ownership import ownership
+from cp_dispatch.flex import create
 from cp_dispatch.flex.cut import (
     Blocks,
     cut,
@@ -24,6 +30,7 @@ from cp_dispatch.flex.cut import (
 )
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.native.permute import span_indices
+from tests.ranks import fake_ranks
 
 
 def table_of(blocks: Blocks, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,9 +184,6 @@ def test_a_rank_without_rows():
     ],
 )
 def test_the_helper_names_sizes_that_are_wrong(lengths, block, words):
-    from cp_dispatch import ContextParallelError, create_cp_block_mask
-    from tests.ranks import fake_ranks
-
     with fake_ranks(2) as mesh, pytest.raises(ContextParallelError, match=words):
         create_cp_block_mask(lambda b, h, q, k: q >= k, 1, 1, *lengths, mesh, BLOCK_SIZE=block)
 
@@ -204,12 +208,6 @@ def test_a_rank_takes_its_batch_rows_and_heads_of_a_mask(batch, heads):
 def test_the_mask_of_the_helper_is_exact(at_once, monkeypatch):
     """``create_cp_block_mask`` evaluates pairs, so it finds more full blocks than a cut does; long
     masks are made in several parts."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    import cp_dispatch
-    from cp_dispatch.flex import create
-    from tests.ranks import fake_ranks
-
     monkeypatch.setattr(create, "_AT_ONCE", at_once)
 
     def mod(b, h, q, k):
@@ -218,8 +216,7 @@ def test_the_mask_of_the_helper_is_exact(at_once, monkeypatch):
     pairs = create_mask(mod, 2, 2, 50, 50, device="cpu")
     for rank in range(3):
         with fake_ranks(3, rank=rank) as mesh:
-            assert isinstance(mesh, DeviceMesh)
-            own = cp_dispatch.create_cp_block_mask(mod, 2, 2, 50, 50, mesh, BLOCK_SIZE=8)
+            own = create_cp_block_mask(mod, 2, 2, 50, 50, mesh, BLOCK_SIZE=8)
         rows = pairs[:, :, 17 * rank : min(17 * (rank + 1), 50)]
         rows = torch.nn.functional.pad(rows, (0, 6, 0, -rows.size(2) % 8))
         blocks = rows.unflatten(3, (7, 8)).unflatten(2, (-1, 8))
@@ -229,3 +226,18 @@ def test_the_mask_of_the_helper_is_exact(at_once, monkeypatch):
         assert own.shape == (2, 2, 50, 50)
         # Kernels on GPUs step through both kinds of lists with stride 1.
         assert all(x.is_contiguous() for x in own.as_tuple()[2:10])
+        with fake_ranks(3, rank=rank) as mesh:
+            joined = create_cp_block_mask(
+                mod, 2, 2, 50, 50, mesh, BLOCK_SIZE=8, separate_full_blocks=False
+            )
+        listed, full = table_of(Blocks(*joined.as_tuple()[2:10]), 7)
+        assert torch.equal(listed, blocks.any(5).any(3)) and not full.any()
+        assert joined.full_kv_num_blocks is None and joined.full_q_num_blocks is None
+
+
+@pytest.mark.parametrize("queries, keys", [(0, 24), (24, 0), (0, 0)])
+def test_the_helper_takes_lengths_of_0(queries, keys):
+    with fake_ranks(3) as mesh:
+        own = create_cp_block_mask(lambda b, h, q, k: q >= k, None, None, queries, keys, mesh)
+    assert own.seq_lengths == (queries, keys) and own.kv_indices.shape[3] == (keys > 0)
+    assert not own.kv_num_blocks.any() and not own.full_kv_num_blocks.any()

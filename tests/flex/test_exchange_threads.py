@@ -276,10 +276,13 @@ def test_causal_moves_a_triangle(monkeypatch):
         assert counter.of(rank) == (2 * forward + backward) * ROW
 
 
-def test_all_keys_are_gathered(monkeypatch):
+@pytest.mark.parametrize("needed", [64, 56])
+def test_all_keys_are_gathered(monkeypatch, needed):
+    """Also those that nobody needs, if they are few."""
     counter = Counter(monkeypatch)
-    mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 64, 64, "cpu", BLOCK_SIZE=8)
-    run_ops(mask, 64, 4)
+    mask = create_block_mask(lambda b, h, q, k: k < needed, None, None, 64, 64, "cpu", BLOCK_SIZE=8)
+    needs, owned = run_ops(mask, 64, 4)
+    assert [rows_sent(needs, owned, rank) for rank in range(4)] == [3 * 16] * 4
     assert all(sent[:2] == [3 * 16 * ROW] * 2 for sent in counter.sent.values())
 
 
@@ -359,6 +362,7 @@ def test_windows_of_blocks_on_a_border():
     laid = ownership(32, (2,), HeadTail(32, 2).text)
     view = window(laid, 0, 8)
     assert view.blocks == (0, 3) and view.runs == (Span(0, 8), Span(24, 8))
+    assert view.own == (True, True), "full blocks stay full"
     assert view.pieces(torch.tensor([7, 8])).tolist() == [7, 24]
 
 

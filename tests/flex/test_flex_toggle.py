@@ -250,6 +250,19 @@ def test_a_mask_of_another_rank_is_refused():
         assert plan.handler == "refused" and "(rank 0 of 4)" in str(plan)
 
 
+def test_own_rows_of_a_short_sequence_are_not_taken_for_the_whole_mask():
+    """The rank has as many rows of blocks as the whole sequence, and gets one more."""
+    whole = create_block_mask(causal, None, None, 8, 8, "cpu", BLOCK_SIZE=8)
+    with fake_ranks(2, rank=1) as mesh, cp_dispatch.enabled():
+        x = [outline(mesh, (1, 1, 8, 8))] * 3
+        (cut,) = cp_dispatch.shard(mesh, [whole], [2])
+        own = cp_dispatch.create_cp_block_mask(causal, None, None, 8, 8, mesh, BLOCK_SIZE=8)
+        for mask in (cut, own):
+            assert [n.size(2) for n in mask.as_tuple()[2:6] if n is not None] == [2] * 4
+            assert cp_dispatch.explain_flex(*x, mask).rows_sent is None
+        assert cp_dispatch.explain_flex(*x, whole).rows_sent is not None
+
+
 def test_own_rows_must_match_mesh_lengths_and_layout():
     def refused(words, layout, B=None, mesh=None, length=64):
         with pytest.raises(ContextParallelError, match=words):

@@ -130,8 +130,12 @@ def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
 
 @of_layouts
 def test_sums_by_row_are_those_of_stretches(made, monkeypatch, layout):
-    """Bitwise, also in 16 bits, the first time and from the cache."""
-    masks = window_mask(), window_mask(64)
+    """Bitwise, also in 16 bits, the first time and from the cache, and if nobody attends the last
+    keys."""
+    first_keys = create_block_mask(
+        lambda b, h, q, k: k < 40, None, None, LENGTH, LENGTH, "cpu", BLOCK_SIZE=8
+    )
+    masks = window_mask(), window_mask(64), first_keys
 
     def body(rank: int) -> list:
         found = []

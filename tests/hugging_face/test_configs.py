@@ -36,6 +36,7 @@ def test_rotary_frequencies(rope, longest, beyond):
 
 @pytest.mark.parametrize("config", [
     None, Some(), Some(rope_parameters=None), Some(rope_parameters={"rope_type": "yarn"}),
+    Some(rope_parameters={"full_attention": {"rope_theta": 1e4}}), Some(layer_types=[0, None]),
 ])  # fmt: skip
 def test_others(config):
     assert not by_longest(config)

@@ -1,5 +1,6 @@
 """What attention modules of transformers report: their window, and how they attend."""
 
+import sys
 from types import SimpleNamespace as Some
 
 import pytest
@@ -37,3 +38,22 @@ def test_a_layer_with_attention_that_stays_local():
     layer[0].config = Some(_attn_implementation="eager")
     with pytest.raises(ContextParallelError, match="'eager' of Linear is refused"):
         check_implementation(layer, ranks)
+
+
+def test_the_smallest_window_of_a_layer():
+    layer = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
+    layer[0].sliding_window, layer[1].sliding_window = 8, 4
+    assert sliding_window(layer) == 4
+
+
+def test_a_whole_model_has_no_window(monkeypatch):
+    class Model(torch.nn.Sequential):
+        pass
+
+    there = Some(PreTrainedModel=Model)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", there)
+    attention = torch.nn.Linear(1, 1)
+    attention.sliding_window = 8
+    assert sliding_window(torch.nn.Sequential(attention)) == 8
+    assert sliding_window(Model(attention)) is None
+    assert sliding_window(torch.nn.Sequential(Model(attention))) is None

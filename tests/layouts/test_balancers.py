@@ -332,6 +332,7 @@ def test_blocks_are_never_worse_than_head_tail(balancer):
         (lambda: PerDocumentHeadTail([0, 3, 5], 2), r"got \[0, 3, 5\]; if these are cumul.*diff"),
         (lambda: PerDocumentHeadTail(8, 2), "must be a sequence of ints, got 8"),
         (lambda: PerDocumentHeadTail([], 2), "at least one document"),
+        (lambda: PerDocumentHeadTail([8, 0], 2), r"doc_lengths\[1\] must be a positive int, got 0"),
         (lambda: PerDocumentHeadTail([3, [2]], 2), "must be ints, or one sequence"),
         (lambda: PerDocumentHeadTail([[3, 4], [8]], 2), r"the same length, got totals \[7, 8\]"),
         (lambda: BlockBalanced([1, 2, 3], 2, 16), "3 blocks of 16 .* 2 x 16 = 32 .* block_size"),

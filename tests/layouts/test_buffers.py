@@ -118,6 +118,20 @@ def test_uneven(length):
     on_ranks(4, body)
 
 
+@pytest.mark.parametrize("balancer", [None, HeadTail(16, 2)], ids=str)
+def test_block_masks_come_back_whole(balancer):
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 16, 16, device="cpu", BLOCK_SIZE=4)
+    whole = {"mask": mask, "x": torch.randn(16)}
+
+    def body(rank, mesh):
+        local = cp_dispatch.shard(mesh, whole, 0, balancer)
+        assert local["mask"].kv_num_blocks.shape[2] == 2 and local["x"].shape == (8,)
+        back = cp_dispatch.unshard(mesh, local, 0, balancer)
+        assert back["mask"] is mask and torch.equal(back["x"], whole["x"])
+
+    on_ranks(2, body)
+
+
 def test_natural_order_is_dtensors():
     whole = torch.randn(2, 10, 3)
 

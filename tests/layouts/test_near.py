@@ -114,6 +114,13 @@ def test_documents_of_the_benchmark(tokens, world_size, mib, before):
 # -- The estimate of who needs what ---------------------------------------------------------------
 
 
+def test_work_of_several_heads():
+    """A BlockMask's work counts key blocks of all its heads, which are cut at the same places."""
+    work = mask_work(uniform_documents(16384))
+    of_heads = BlockBalanced([8 * x for x in work], 4, ROWS, near=True)
+    assert owned_by(of_heads) == owned_by(BlockBalanced(work, 4, ROWS, near=True))
+
+
 def mask_of(kind: str, lengths: list[int]):
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
