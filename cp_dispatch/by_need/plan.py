@@ -52,7 +52,8 @@ class PlanByNeed:
         """The plan in words if cp_dispatch does not handle the call, else None."""
         if self.handler == "refused":
             head = f"cp_dispatch does not support this {function} call."
-            return "\n".join([head, "  given:", *self._given, "  refused because:", *self._why])
+            why = ["  refused because:", *("  " + line for line in self._why)]
+            return "\n".join([head, "  given:", *self._given, *why])
         if self.handler == "stock":
             return "\n".join(["handled by unmodified torch", *self._given, *self._why])
         return None

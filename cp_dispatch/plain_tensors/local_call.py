@@ -134,14 +134,14 @@ def _check_transforms(context: PlainContext, call: Call) -> None:
     if functorch_is_active():
         refuse(
             context, call,
-            "torch.func transforms (vmap, grad, jvp) are on; use autograd, or leave the context",
+            "torch.func transforms (vmap, grad, jvp) are on; use autograd, or leave the block",
         )  # fmt: skip
 
 
 def _check_form(context: PlainContext, call: Call) -> None:
     _check_transforms(context, call)
     if any(x is not None and has_tangent(x) for x in (*call.tensors.values(), call.attn_mask)):
-        refuse(context, call, "forward-mode AD is on; use reverse mode, or leave the context")
+        refuse(context, call, "forward-mode AD is on; use reverse mode, or leave the block")
     if reason := overwritten_by_ddp(context.mesh):
         refuse(context, call, reason)
     device = context.mesh.device_type
