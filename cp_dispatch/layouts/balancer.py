@@ -38,7 +38,8 @@ class Balancer:
     """Which rank owns which positions, for one sequence length and one number of ranks.
 
     Balancers are values: two are equal if their :attr:`text` is equal; they are hashable, and are
-    pickled as that text. A subclass is a frozen dataclass that defines ``_arguments``, ``_assign``
+    pickled as that text, in which :func:`from_text` finds direct subclasses only, by their names. A
+    subclass is a dataclass with ``frozen=True, eq=False`` that defines ``_arguments``, ``_assign``
     and ``_work_before``. See Note [Balancers].
     """
 
