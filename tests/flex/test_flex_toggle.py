@@ -143,7 +143,7 @@ def reasons(mesh, query, key=None, value=None, mask=None, layout=None, captured=
     assert plan.handler == "refused", plan
     text = str(plan)
     assert "given:" in text and "refused because:" in text
-    assert all(line in text for line in plan.reasons)
+    assert all(f"\n    - {line}" in text for line in plan.reasons)
     assert isinstance(plan.error(), ContextParallelError)
     return text
 
