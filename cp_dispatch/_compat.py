@@ -532,7 +532,10 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def in_fake_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor for the fake mode that is on, which takes none with data; itself if none is on."""
+    """The tensor for the fake mode that is on, which takes none with data; itself if none is on, or
+    in a function that dynamo traces, which makes it fake by itself."""
+    if torch.compiler.is_dynamo_compiling():
+        return tensor
     mode = active_fake_mode()
     return tensor if mode is None or is_fake(tensor) else mode.from_tensor(tensor)
 

@@ -103,9 +103,8 @@ class Balancer:
         A new tensor on ``device``, by default the CPU.
         """
         start = sum(self.shard_lengths[: check_rank(rank, self.world_size)])
-        with _plain_tensors():
-            own = self.indices[:, start : start + self.shard_lengths[rank]].clone()
-        return in_fake_mode(own).to(device)
+        indices = in_fake_mode(self.indices)
+        return indices[:, start : start + self.shard_lengths[rank]].to(device, copy=True)
 
     # -- How well it balances ---------------------------------------------------------------
 

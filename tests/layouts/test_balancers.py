@@ -445,3 +445,11 @@ def test_a_rank_that_does_not_exist_owns_nothing(rank):
     for balancer in (HeadTail(8, 2), PerDocumentHeadTail([3, 5], 2), BlockBalanced([1, 2], 2, 4)):
         with pytest.raises(ContextParallelError, match=rf"rank must be in 0..1, got {rank}"):
             balancer.positions(rank)
+
+
+def test_positions_in_a_compiled_function():
+    """As in a model that computes its RoPE there; without a graph break, once they were made."""
+    layout = HeadTail(16, 2)
+    own = layout.positions(1)
+    taken = torch.compile(lambda x: x[layout.positions(1)], fullgraph=True, backend="eager")
+    assert torch.equal(taken(torch.arange(16)), own)
