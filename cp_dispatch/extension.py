@@ -24,7 +24,7 @@ logger = logging.getLogger("cp_dispatch")
 REQUIRED_TORCH = "2.10"
 
 #: The newest CUDA kernel that copy engines need: a build that lacks it is older than the package.
-NEWEST_CUDA_KERNEL = "push_heads"
+NEWEST_CUDA_KERNEL = "copy_and_pull"
 
 #: Named in messages: in a checkout, Python finds the sources before an installed package.
 _FOLDER = os.path.dirname(os.path.abspath(__file__))

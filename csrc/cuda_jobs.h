@@ -139,6 +139,9 @@ void for_jobs(const RowCopy& whole, const Emit& emit) {
   cut_runs(whole, kPieceBytes, [&](const RowCopy& run) { split(run, emit); });
 }
 
+// Makes all copies in as few launches as possible.
+void copy_all(const std::vector<RowCopy>& copies, cudaStream_t stream);
+
 __device__ __forceinline__ const Job& job_of_block(const Jobs& jobs) {
   int number = 0;
   while (number + 1 < jobs.count && blockIdx.x >= jobs.jobs[number + 1].first_block) ++number;

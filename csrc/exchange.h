@@ -46,4 +46,11 @@ bool copy_by_kernel(const std::vector<Slab>& slabs, cudaStream_t stream);
 bool push_by_kernel(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
                     cudaStream_t stream);
 
+constexpr int64_t kCurrent = -1;  // no other stream than the current one
+
+// Copies and flags on the stream with this handle, by a kernel or by copy engines. If `side_waits`,
+// it first waits for what the current stream has queued.
+void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
+          int64_t stream, bool side_waits);
+
 }  // namespace cp_dispatch

@@ -93,7 +93,6 @@ void copy(const Slab& x, cudaStream_t stream) {
 // See cp_dispatch/schedules/mailbox.py for what these do. `here` is a tensor of this GPU, the room
 // where copies to it go; `stream` the handle of the one that carries the copies; flags are addresses
 // of int32.
-constexpr int64_t kCurrent = -1;  // no other stream than the current one
 cudaStream_t handle(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 bool is_within(const void* place, const Tensor& tensor) {
@@ -108,40 +107,6 @@ void raise_flags(const Tensor here, std::vector<int64_t> flags, int64_t stream) 
   Flags raised;
   raised.raise(flags);
   raised.enqueue(handle(stream));
-}
-
-void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
-          int64_t stream, bool side_waits) {
-  const Launch launch(here.get_device_index());
-  if (stream == kCurrent) {
-    if (push_by_kernel(slabs, here, signals, launch.stream())) return;
-    stream = reinterpret_cast<int64_t>(launch.stream());
-  }
-  if (side_waits) wait_for(handle(stream), launch.stream());
-  Flags before, after;
-  before.raise(signals.raise_first);
-  before.take(signals.take_first);
-  before.enqueue(handle(stream));
-  after.raise(signals.raise_then);
-  if (!copy_by_kernel(slabs, handle(stream))) {
-    // Peers need not wait for copies within this GPU, which are kernels: they start when attention
-    // leaves SMs free.
-    std::vector<Slab> own;
-    for (const Slab& x : slabs) {
-      if (is_within(x.target, here)) {
-        own.push_back(x);
-      } else {
-        copy(x, handle(stream));
-      }
-    }
-    if (!own.empty()) {
-      after.enqueue(handle(stream));
-      after = Flags();
-    }
-    for (const Slab& x : own) copy(x, handle(stream));
-  }
-  after.take(signals.take_last);
-  after.enqueue(handle(stream));
 }
 
 void join_streams(const Tensor here, int64_t stream, bool side_waits) {
@@ -208,6 +173,40 @@ void push_heads(std::vector<Tensor> sources, const Tensor here, const Tensor num
 }
 
 }  // namespace
+
+void push(const std::vector<Slab>& slabs, const Tensor& here, const Signals& signals,
+          int64_t stream, bool side_waits) {
+  const Launch launch(here.get_device_index());
+  if (stream == kCurrent) {
+    if (push_by_kernel(slabs, here, signals, launch.stream())) return;
+    stream = reinterpret_cast<int64_t>(launch.stream());
+  }
+  if (side_waits) wait_for(handle(stream), launch.stream());
+  Flags before, after;
+  before.raise(signals.raise_first);
+  before.take(signals.take_first);
+  before.enqueue(handle(stream));
+  after.raise(signals.raise_then);
+  if (!copy_by_kernel(slabs, handle(stream))) {
+    // Peers need not wait for copies within this GPU, which are kernels: they start when attention
+    // leaves SMs free.
+    std::vector<Slab> own;
+    for (const Slab& x : slabs) {
+      if (is_within(x.target, here)) {
+        own.push_back(x);
+      } else {
+        copy(x, handle(stream));
+      }
+    }
+    if (!own.empty()) {
+      after.enqueue(handle(stream));
+      after = Flags();
+    }
+    for (const Slab& x : own) copy(x, handle(stream));
+  }
+  after.take(signals.take_last);
+  after.enqueue(handle(stream));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(cp_dispatch, CUDA, m) {
   m.impl("raise_flags", TORCH_BOX(&raise_flags));

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace cp_dispatch {
@@ -63,6 +64,42 @@ inline IndexShape index_shape(const Tensor& index) {
           ndim == 2 && batches > 1 ? index.stride(0) : 0, batches};
 }
 
+// The copy with these loops, over items of so many bytes: sorted, and joined where memory is.
+inline RowCopy arranged(RowCopy copy, std::vector<Dim> dims, int64_t item) {
+  const auto is_one = [](const Dim& dim) { return dim.size == 1; };
+  dims.erase(std::remove_if(dims.begin(), dims.end(), is_one), dims.end());
+  for (const Dim& dim : dims) {
+    if (dim.size == 0) {
+      copy.dims = {{0, 0, 0, 0}};
+      return copy;
+    }
+  }
+  // Walk the side without an index in the order of its memory.
+  std::stable_sort(dims.begin(), dims.end(), [&copy](const Dim& a, const Dim& b) {
+    return copy.scatter ? a.source > b.source : a.target > b.target;
+  });
+  for (const Dim& dim : dims) {
+    if (!copy.dims.empty()) {
+      Dim& last = copy.dims.back();
+      if (last.source == dim.source * dim.size && last.target == dim.target * dim.size &&
+          last.index == dim.index * dim.size) {
+        last = {last.size * dim.size, dim.source, dim.target, dim.index};
+        continue;
+      }
+    }
+    copy.dims.push_back(dim);
+  }
+  copy.run = item;
+  if (!copy.dims.empty()) {
+    const Dim& last = copy.dims.back();
+    if (last.source == item && last.target == item && last.index == 0) {
+      copy.run = item * last.size;
+      copy.dims.pop_back();
+    }
+  }
+  return copy;
+}
+
 // `extra` is how many entries more than rows the index has (for offsets, of which a row has two).
 inline RowCopy plan_rows(const Tensor& target, const Tensor& source,
                          const std::optional<Tensor>& index, int64_t dim, bool scatter,
@@ -95,7 +132,6 @@ inline RowCopy plan_rows(const Tensor& target, const Tensor& source,
     copy.rows = indexed_side.size(dim);
   }
   std::vector<Dim> dims;
-  bool empty = false;
   for (int64_t d = 0; d < ndim; ++d) {
     const bool indexed = index.has_value() && d == dim;
     STD_TORCH_CHECK(indexed || target.size(d) == source.size(d),
@@ -108,37 +144,9 @@ inline RowCopy plan_rows(const Tensor& target, const Tensor& source,
     } else if (index.has_value() && d == 0) {
       loop.index = shape.batch;
     }
-    empty = empty || loop.size == 0;
-    if (loop.size != 1) dims.push_back(loop);
+    dims.push_back(loop);
   }
-  if (empty) {
-    copy.dims = {{0, 0, 0, 0}};
-    return copy;
-  }
-  // Walk the side without an index in the order of its memory.
-  std::stable_sort(dims.begin(), dims.end(), [scatter](const Dim& a, const Dim& b) {
-    return scatter ? a.source > b.source : a.target > b.target;
-  });
-  for (const Dim& dim : dims) {
-    if (!copy.dims.empty()) {
-      Dim& last = copy.dims.back();
-      if (last.source == dim.source * dim.size && last.target == dim.target * dim.size &&
-          last.index == dim.index * dim.size) {
-        last = {last.size * dim.size, dim.source, dim.target, dim.index};
-        continue;
-      }
-    }
-    copy.dims.push_back(dim);
-  }
-  copy.run = item;
-  if (!copy.dims.empty()) {
-    const Dim& last = copy.dims.back();
-    if (last.source == item && last.target == item && last.index == 0) {
-      copy.run = item * last.size;
-      copy.dims.pop_back();
-    }
-  }
-  return copy;
+  return arranged(std::move(copy), std::move(dims), item);
 }
 
 // Calls `emit` with copies that make up `copy`, whose runs are pieces of `piece` bytes if they

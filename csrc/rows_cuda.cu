@@ -65,15 +65,13 @@ void copy_rows(std::vector<Tensor> targets, std::vector<Tensor> sources,
   check_lists(targets, sources, dims);
   if (sources.empty()) return;
   STD_TORCH_CHECK(!index.has_value() || index->is_cuda(), "index must be on the tensors' device");
-  const Launch launch(sources[0].get_device_index());
-  Batch batch({kThreads, kRowsAtOnce, 1}, [&](const Jobs& jobs, uint32_t blocks, int unit) {
-    launch_copy(jobs, blocks, unit, launch.stream());
-  });
+  std::vector<RowCopy> copies;
+  copies.reserve(sources.size());
   for (size_t i = 0; i < sources.size(); ++i) {
-    for_jobs(plan_rows(targets[i], sources[i], index, dims[i], scatter),
-             [&](const RowCopy& copy) { batch.add(copy, unit_of(copy)); });
+    copies.push_back(plan_rows(targets[i], sources[i], index, dims[i], scatter));
   }
-  batch.flush();
+  const Launch launch(sources[0].get_device_index());
+  copy_all(copies, launch.stream());
 }
 
 __global__ void span_kernel(const int64_t* spans, int64_t count, int64_t row, int64_t column,
@@ -160,6 +158,16 @@ Tensor invert_index(const Tensor index, int64_t size) {
 }
 
 }  // namespace
+
+void copy_all(const std::vector<RowCopy>& copies, cudaStream_t stream) {
+  Batch batch({kThreads, kRowsAtOnce, 1}, [&](const Jobs& jobs, uint32_t blocks, int unit) {
+    launch_copy(jobs, blocks, unit, stream);
+  });
+  for (const RowCopy& whole : copies) {
+    for_jobs(whole, [&](const RowCopy& copy) { batch.add(copy, unit_of(copy)); });
+  }
+  batch.flush();
+}
 
 STABLE_TORCH_LIBRARY_IMPL(cp_dispatch, CUDA, m) {
   m.impl("copy_rows", TORCH_BOX(&copy_rows));

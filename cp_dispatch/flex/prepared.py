@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cp_dispatch._compat import view_of
 from cp_dispatch.bounded import keep
-from cp_dispatch.by_need.selector import Pairs
+from cp_dispatch.by_need.selector import Indexed, Pairs
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
 from cp_dispatch.flex.rows import copies
 from cp_dispatch.flex.sums import RowSums
 from cp_dispatch.native.parts import way_to_add
 from cp_dispatch.native.rows import copy_rows, sum_rows
+from cp_dispatch.schedules.copy_ops import copies_of
 
 #: Ways per exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
@@ -62,6 +64,14 @@ class Views:
         for place, i, size, strides, offset in self._moving:
             found[place] = view_of(given[i], size, strides, offset)
         return found
+
+
+class Here(NamedTuple):
+    """Copies and the pull after them as one op of the default stream, which takes the tensors of a
+    call and these."""
+
+    rooms: list[Tensor]
+    numbers: Tensor
 
 
 #: Arguments of :func:`copy_rows`: views that are written to, views that are read, and the rest.
@@ -114,6 +124,7 @@ class KeysWay(_Way):
 
     shape: tuple[int, ...]  # of the buffer
     packed: tuple[int, ...]  # of others' rows, if a kernel puts them in place; else empty
+    here: Here | None  # all but ``last``, if that is possible
     first: Copies  # before others may read this rank's room
     meanwhile: Copies  # while others' rows arrive
     last: Copies  # after they have arrived
@@ -125,15 +136,19 @@ class KeysWay(_Way):
         buffer = key.new_empty(self.shape)
         if fill:
             buffer.zero_()
-        packed = key.new_empty(self.packed) if self.packed else None
-        given = key, value, buffer, packed
+        given = [key, value, buffer]
+        if self.packed:
+            given.append(key.new_empty(self.packed))
         box.wait_for_readers()
-        _copy(self.first, given)
-        now = not self.meanwhile
-        box.pull(self.places.of(given), self.there, then_wait=now)
-        if not now:
-            _copy(self.meanwhile, given)
-            box.wait()
+        if self.here is not None and box.may_pull_here:
+            box.pull_here(given + self.here.rooms, self.here.numbers)
+        else:
+            _copy(self.first, given)
+            now = not self.meanwhile
+            box.pull(self.places.of(given), self.there, then_wait=now)
+            if not now:
+                _copy(self.meanwhile, given)
+                box.wait()
         if self.last:
             _copy(self.last, given)
         return buffer
@@ -151,10 +166,12 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     if not _alike([*offered, *own]):
         return
     given += [] if packed is None else [packed]
+    way.here = None
     way.shape, way.packed = tuple(buffer.shape), () if packed is None else tuple(packed.shape)
     if key.nbytes + value.nbytes < LONG_COPY:
         found, first = _noted_copies([*offered, *own], given), max(1, len(copies(offered)))
         way.first, way.meanwhile = found[:first], found[first:]
+        way.here = _here(carrier.box, [*offered, *own], places, way.there, given)
     else:  # own rows, for which no other rank waits, while those of others arrive
         way.first, way.meanwhile = _noted_copies(offered, given), _noted_copies(own, given)
     way.last = [] if packed is None else _noted_copies(exchange.unpacked(packed, given[2]), given)
@@ -169,6 +186,7 @@ class GradientsWay(_Way):
     room: Tensor  # this rank's
     there: list[Tensor]  # the parts of others' rooms that are read
     shapes: list[tuple[int, ...]]  # of what arrives: a tensor from each rank, or one of all rows
+    here: Here | None  # ``staged``, the pull and ``own``, if that is possible
     staged: Copies  # before others may read this rank's room
     own: Copies  # shares of own rows, while others' arrive
     parts: Views  # the sources of the sums
@@ -184,14 +202,17 @@ class GradientsWay(_Way):
         grads = torch.empty_like(key), torch.empty_like(value)
         box.wait_for_readers()
         came = [self.room.new_empty(shape) for shape in self.shapes]
-        given = grad_key, grad_value, *came, *grads
-        _copy(self.staged, given)
-        places = came if self.by_row is None else self.places.of(given)
-        now = not self.own
-        box.pull(places, self.there, then_wait=now)
-        if not now:
-            _copy(self.own, given)
-            box.wait()
+        given = [grad_key, grad_value, *came, *grads]
+        if self.here is not None and box.may_pull_here:
+            box.pull_here(given + self.here.rooms, self.here.numbers)
+        else:
+            _copy(self.staged, given)
+            places = came if self.by_row is None else self.places.of(given)
+            now = not self.own
+            box.pull(places, self.there, then_wait=now)
+            if not now:
+                _copy(self.own, given)
+                box.wait()
         parts = self.parts.of(given)
         if self.by_row is None:
             self.add(parts, self.pieces, grads)
@@ -227,9 +248,11 @@ def keep_gradients(
         own = carrier.own_into(gathered, *of_keys)
         into, flat = carrier.rows_of(sums, gathered)
     given = [*of_keys, *filled, *sums]
-    way.shapes = [tuple(rows.shape) for rows in filled]
+    way.shapes, way.here = [tuple(rows.shape) for rows in filled], None
     if sum(x.nbytes for x, _ in own) < LONG_COPY:
         pairs, own = [*pairs, *own], []
+        targets = filled if way.by_row is None else places
+        way.here = _here(carrier.box, pairs, targets, way.there, given)
     way.staged, way.own = _noted_copies(pairs, given), _noted_copies(own, given)
     way.places, way.parts = Views(places, given), Views(flat, given)
     way.sums = Views(into, given)
@@ -252,6 +275,19 @@ def _noted_copies(pairs: Pairs, given: Sequence[Tensor]) -> Copies:
         views = Views(targets, given), Views(sources, given)
         found.append((*views, index, [0] * len(targets), scatter))
     return found
+
+
+def _here(box, pairs: Pairs, targets, sources, given: Sequence[Tensor]) -> Here | None:
+    """Copies of ``pairs``, then a pull; None if some are by an index."""
+    if any(isinstance(x, Indexed) for pair in pairs for x in pair):
+        return None
+    there = zip(targets, sources, strict=True)
+    pairs, there = ([pair for pair in some if pair[0].numel()] for some in (pairs, there))
+    rooms = {id(x.untyped_storage()): x for pair in [*pairs, *there] for x in pair}
+    for x in given:
+        rooms.pop(id(x.untyped_storage()), None)
+    numbers = (copies_of(some, [*given, *rooms.values()]) for some in (pairs, there))
+    return Here(list(rooms.values()), box.pull_numbers(*numbers))
 
 
 def _copy(kept: Copies, given: Sequence[Tensor]) -> None:

@@ -44,6 +44,10 @@ for _schema in (
     # The same for sources for which :func:`has_heads_in_rows` holds, or (B, H, S) where each head's
     # rows are contiguous; each copy has the numbers of ``Moves.numbers`` (:mod:`head_moves`).
     "push_heads(Tensor[] sources, Tensor here, Tensor numbers, int stream, bool then_wait) -> ()",
+    # First copies within this GPU, then push_slabs with CURRENT. ``numbers`` as :func:`numbers_of`
+    # makes them: the copies, the slabs, and the four kinds of flags; a copy or slab as
+    # :func:`copies_of`.
+    "copy_and_pull(Tensor(a!)[] tensors, Tensor here, Tensor numbers) -> ()",
     # Make the stream wait for the current one, or the reverse.
     "join_streams(Tensor here, int stream, bool side_waits) -> ()",
 ):
@@ -54,6 +58,7 @@ push_slabs = torch.ops.cp_dispatch.push_slabs.default
 push_rows = torch.ops.cp_dispatch.push_rows.default
 push_pair = torch.ops.cp_dispatch.push_pair.default
 push_heads = torch.ops.cp_dispatch.push_heads.default
+copy_and_pull = torch.ops.cp_dispatch.copy_and_pull.default
 join_streams = torch.ops.cp_dispatch.join_streams.default
 
 
@@ -61,6 +66,43 @@ def numbers_of(*lists: Sequence[int]) -> Tensor:
     """Moves and the four kinds of flags, in the form for :data:`push_pair` and
     :data:`push_heads`."""
     return torch.tensor([*map(len, lists), *itertools.chain(*lists)], dtype=torch.int64)
+
+
+def copies_of(pairs: Iterable[tuple[Tensor, Tensor]], tensors: Sequence[Tensor]) -> list[int]:
+    """The numbers of copies of the second of each pair to the first, which are views of
+    ``tensors``, for :data:`copy_and_pull`: where each goes (which tensor, and bytes from its
+    start), the same for where it comes from, the bytes of an item, the number of dims, and for each
+    dim its size and the bytes between its steps, there and here."""
+    places = {id(x.untyped_storage()): (i, _first_byte(x)) for i, x in enumerate(tensors)}
+    found: list[int] = []
+    for target, source in pairs:
+        for x in (target, source):
+            i, start = places[id(x.untyped_storage())]
+            found += i, _first_byte(x) - start
+        item = target.itemsize
+        found += item, target.dim()
+        dims = zip(target.shape, target.stride(), source.stride(), strict=True)
+        for size, there, here in dims:
+            found += size, there * item, here * item
+    return found
+
+
+def _first_byte(x: Tensor) -> int:
+    return x.storage_offset() * x.itemsize
+
+
+def load_kernels(room: Tensor, header: int, stream: int) -> None:
+    """Launch each kernel once, because CUDA loads a kernel at its first launch and may then wait
+    for all streams. That must not happen while one of them waits for a peer.
+
+    Each launch copies 16 bytes after the room's ``header`` onto themselves: the kernels that also
+    raise flags, for few and for many copies, and the one that does not.
+    """
+    here = room[header : header + 16].view(1, 1, 16)
+    move = [0, 0, 1, here.data_ptr(), 16]
+    for where, count in ((CURRENT, 1), (CURRENT, 64), (stream, 3)):
+        side = where != CURRENT
+        push_rows([here], room, move * count, [], [], [], [], where, True, side)
 
 
 def rows_for(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -33,7 +33,9 @@ from torch import Tensor
 from cp_dispatch._compat import current_raw_stream
 from cp_dispatch.schedules.copy_ops import (
     CURRENT,
+    copy_and_pull,
     join_streams,
+    load_kernels,
     numbers_of,
     push_heads,
     push_pair,
@@ -54,7 +56,7 @@ class Mailbox(Room):
         self._steps, self._marks = steps, [(name, step) for step in (OPENED, PUSHED)]
         self.device, self.side, self._stream = stream.device, stream, stream.cuda_stream
         own = memory(group, size, stream.device)
-        _load_kernels(own, self._stream)
+        load_kernels(own, HEADER, self._stream)
         super().__init__(group, own)
         #: Whether a CUDA graph has captured steps of this box.
         self.is_in_a_graph = False
@@ -165,6 +167,25 @@ class Mailbox(Room):
         if self._is_carried_by_the_current_stream():
             self._were_read = torch.cuda.current_stream(self.device).record_event()
 
+    @property
+    def may_pull_here(self) -> bool:
+        """Whether :meth:`pull_here` can be called now."""
+        return on_default_stream(self.device)
+
+    def pull_numbers(self, copies: list[int], slabs: list[int]) -> Tensor:
+        """The constant numbers of a call of :meth:`pull_here`, from those of
+        :func:`~cp_dispatch.schedules.copy_ops.copies_of`."""
+        there, here = self._all
+        return numbers_of(copies, slabs, there.free, here.free, there.full, here.full)
+
+    def pull_here(self, tensors: Sequence[Tensor], numbers: Tensor) -> None:
+        """Copy within this GPU, then :meth:`pull` and :meth:`wait`, all on the default stream
+        itself, which must be the current one; as :meth:`pull_numbers` says."""
+        self.pulls += 1
+        self._were_read = None
+        self._go_ahead()
+        copy_and_pull(tensors, self._own, numbers)
+
     def _is_carried_by_the_current_stream(self) -> bool:
         """Whether the current stream is the box's own and is not being captured in a graph."""
         is_own = current_raw_stream(self.device) == self._stream
@@ -270,20 +291,6 @@ class Mailbox(Room):
 #: The steps of a call that mailboxes record. OPENED: raised "free" for the peers. PUSHED: taken
 #: their "free", raised "full", and taken their "full".
 OPENED, PUSHED = range(2)
-
-
-def _load_kernels(own: Tensor, stream: int) -> None:
-    """Launch each kernel once, because CUDA loads a kernel at its first launch and may then wait
-    for all streams. That must not happen while one of them waits for a peer.
-
-    Each launch copies 16 bytes onto themselves: the kernels that also raise flags, for few and for
-    many copies, and the one that does not.
-    """
-    here = own[HEADER : HEADER + 16].view(1, 1, 16)
-    move = [0, 0, 1, here.data_ptr(), 16]
-    for where, count in ((CURRENT, 1), (CURRENT, 64), (stream, 3)):
-        side = where != CURRENT
-        push_rows([here], own, move * count, [], [], [], [], where, True, side)
 
 
 def on_default_stream(device: torch.device) -> bool:

@@ -32,6 +32,8 @@ class Rooms:
         #: The most views that a box caches: few, so that tests reach the limit.
         self.most_views = 3
         self.flags: dict[tuple, set] = {}
+        #: Whether the current stream is the default one.
+        self.may_pull_here = True
         #: Boxes that were released before their data was waited for.
         self.read_too_early: set[tuple] = set()
         #: Bytes that each rank pushed to others or pulled from them, by the box's name.
@@ -92,6 +94,22 @@ def _is_slab(x: torch.Tensor) -> bool:
     return x.numel() == 0 or (x[0].is_contiguous() and (len(x) == 1 or x.stride(0) >= x[0].numel()))
 
 
+def _copies(numbers, tensors):
+    """``(target, source)`` of the copies with these numbers, as bytes."""
+    numbers = iter(numbers)
+    while (first := next(numbers, None)) is not None:
+        places = [(first, next(numbers)), (next(numbers), next(numbers))]
+        item, dims = next(numbers), next(numbers)
+        loops = [[next(numbers) for _ in range(3)] for _ in range(dims)]
+        sizes, *strides = zip(*loops, strict=True) if loops else ((), (), ())
+        views = []
+        for (i, at), steps in zip(places, strides, strict=True):
+            flat = torch.empty(0, dtype=torch.uint8).set_(tensors[i].untyped_storage())
+            at += tensors[i].storage_offset() * tensors[i].itemsize
+            views.append(flat.as_strided((*sizes, item), (*steps, 1), at))
+        yield views
+
+
 class Box:
     """As :class:`cp_dispatch.schedules.mailbox.Mailbox`."""
 
@@ -146,6 +164,19 @@ class Box:
         self._take("full", self._peers)
         # NaN, so that a later read is noticed.
         self._memory[self._rank].fill_(255)
+
+    @property
+    def may_pull_here(self) -> bool:
+        return self._rooms.may_pull_here
+
+    def pull_numbers(self, copies, slabs) -> tuple:
+        return copies, slabs
+
+    def pull_here(self, tensors, numbers) -> None:
+        own, slabs = (list(_copies(some, tensors)) for some in numbers)
+        for target, source in own:
+            target.copy_(source)
+        self.pull(*zip(*slabs, strict=True) if slabs else ((), ()), then_wait=True)
 
     def _copy(self, targets, sources) -> None:
         own = self._memory[self._rank].untyped_storage().data_ptr()

@@ -177,9 +177,9 @@ def causal(b, h, q, k):
     length=st.integers(1, 90), ranks=st.integers(2, 4), seed=st.integers(0, 20),
     density=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
     kind=st.sampled_from(["", "head", "rows", "blocks"]), whole=st.booleans(),
-    by_rooms=st.booleans(), long=st.booleans(),
+    by_rooms=st.booleans(), long=st.booleans(), here=st.booleans(),
 )  # fmt: skip
-def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long):
+def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long, here):
     layout = ""
     if kind == "head":
         layout = HeadTail(length, ranks).text
@@ -197,6 +197,8 @@ def test_rows_arrive(length, ranks, seed, density, kind, whole, by_rooms, long):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         rooms = Rooms(patch) if by_rooms else None
+        if rooms is not None:
+            rooms.may_pull_here = here
         patch.setattr(prepared, "LONG_COPY", 0 if long else 2**40)
         run_ops(mask, length, ranks, layout, whole, rooms)
         if rooms is not None:

@@ -80,12 +80,15 @@ LAYOUTS = {
 of_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@pytest.mark.parametrize("layout, long", [
-    *((layout, False) for layout in LAYOUTS.values()), (LAYOUTS["blocks"], True),
-], ids=[*LAYOUTS, "long copies"])  # fmt: skip
-def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
+@pytest.mark.parametrize("layout, long, here", [
+    *((layout, False, True) for layout in LAYOUTS.values()), (LAYOUTS["blocks"], True, True),
+    ("", False, False),
+], ids=[*LAYOUTS, "long copies", "another stream"])  # fmt: skip
+def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long, here):
     """Other strides, dtypes and contents of a mask are worked out separately. Another mask that
     needs the same is not. All results are bitwise equal to those without caching."""
+    pulls, pull_here = [], Box.pull_here
+    monkeypatch.setattr(Box, "pull_here", lambda *given: pulls.append(pull_here(*given)))
     mask, other, alike = window_mask(), window_mask(40), window_mask()
     if long:  # own rows are copied while those of others arrive
         monkeypatch.setattr(prepared, "LONG_COPY", 0)
@@ -115,10 +118,12 @@ def test_a_way_serves_its_own_kind(made, monkeypatch, layout, long):
 
     rooms = Rooms(monkeypatch)
     rooms.least = 2**16  # a larger box would drop what a smaller one had cached
+    rooms.may_pull_here = here
     # Boxes in tests drop all views whenever a new one arrives.
     monkeypatch.setattr(Box, "forget_many", lambda box, most: None)
     keeps = True
     got = run_threads(RANKS, body)
+    assert bool(pulls) == (here and layout != LAYOUTS["blocks"]), "few runs of rows: one op"
     keeps = False
     monkeypatch.setattr(ops, "find", lambda *_: (None, None))
     want = run_threads(RANKS, body)

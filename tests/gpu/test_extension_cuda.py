@@ -23,7 +23,14 @@ from cp_dispatch.native.permute import (
     unpack_sequence,
 )
 from cp_dispatch.native.permute_ops import sources_of
-from cp_dispatch.schedules.copy_ops import CURRENT, numbers_of, push_heads, push_pair
+from cp_dispatch.schedules.copy_ops import (
+    CURRENT,
+    copies_of,
+    copy_and_pull,
+    numbers_of,
+    push_heads,
+    push_pair,
+)
 from tests.native.test_permute import layouts
 
 pytestmark = [
@@ -39,7 +46,7 @@ DTYPES = [*FLOATS, torch.complex128, torch.int64, torch.uint8, torch.bool, torch
 def test_kernels_are_loaded():
     for op in ("copy_rows", "sum_rows", "span_indices", "invert_index", "merge_partials",
                "sum_parts", "raise_flags", "push_slabs", "push_rows", "push_pair",
-               "push_heads",
+               "push_heads", "copy_and_pull",
                "join_streams"):  # fmt: skip
         assert extension.has_kernel(op, "cuda"), extension.why_not_loaded()
 
@@ -666,6 +673,42 @@ def test_push_heads_of_one_row(here_only):
     push_heads([source], here, numbers, stream, True)
     assert torch.equal(here[4096:].view(torch.bfloat16), source[0, 2:].flatten())
     assert not here[:4096].any()
+
+
+@pytest.mark.parametrize("runs", [1, 3, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_copy_and_pull(runs, dtype):
+    """Strided copies to the room, then rows of it to their places: few and many, of one GPU with
+    itself. Wrong numbers raise."""
+    batch, heads, length, dim = 2, 3, 40, 8
+    wide = (randoms(batch, length, 2, heads, dim, dtype=torch.float32) * 9).to(dtype)
+    x = wide[:, :, 1].transpose(1, 2)  # (B, H, L, D)
+    room = torch.zeros(4096 + x.nbytes, dtype=torch.uint8, device="cuda")
+    rows = room[4096:].view(dtype).view(length, batch, heads, dim)
+    into = torch.empty(2 + length, batch, heads, dim, dtype=dtype, device="cuda")[1:-1]
+    offered = [(rows, x.permute(2, 0, 1, 3))]
+    step = -(-length // runs)
+    starts = range(0, length, step)
+    needed = [(into[i : i + step].flatten(1), rows[i : i + step].flatten(1)) for i in starts]
+    tensors = [x, into, room]
+    copies, slabs = (copies_of(pairs, tensors) for pairs in (offered, needed))
+    flags = [[room.data_ptr()], [room.data_ptr()], [room.data_ptr() + 4], [room.data_ptr() + 4]]
+    numbers = numbers_of(copies, slabs, *flags)
+    for _ in range(2):
+        room[4096:].zero_()
+        into.zero_()
+        copy_and_pull(tensors, room, numbers)
+        assert torch.equal(into, x.permute(2, 0, 1, 3))
+        assert not room[:4096].any()
+    copy_and_pull(tensors, room, numbers_of([], [], *flags))  # flags alone
+    assert not room[:4096].any()
+    for bad in (
+        numbers_of(copies[:-1], slabs, *flags), numbers_of(copies, slabs[:-1], *flags),
+        numbers_of([3, *copies[1:]], slabs, *flags), numbers_of([-1, *copies[1:]], slabs, *flags),
+        numbers_of(copies, copies, *flags), numbers[:5], numbers.cuda(),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError):
+            copy_and_pull(tensors, room, bad)
 
 
 @pytest.mark.parametrize("rows", [3, 20])

@@ -12,7 +12,10 @@ from cp_dispatch.schedules import mailbox, mailboxes
 from cp_dispatch.schedules import room as rooms
 from cp_dispatch.schedules.copy_ops import CURRENT
 
-OPS = "raise_flags", "push_slabs", "push_rows", "push_pair", "push_heads", "join_streams"
+OPS = (
+    "raise_flags", "push_slabs", "push_rows", "push_pair", "push_heads", "copy_and_pull",
+    "join_streams",
+)  # fmt: skip
 
 
 class Stream:
@@ -260,6 +263,9 @@ def test_what_ops_are_told(monkeypatch, on_default, then_wait):
     box._is_quiet = True
     box.pull([], sources, then_wait)
     assert log == [("push_slabs", [], sources, None, raised, *flags, stream, side_waits, waits)]
+    assert box.may_pull_here == on_default
+    lists = [[1, 2], [3], raised, *flags]
+    assert box.pull_numbers(*lists[:2]).tolist() == [*map(len, lists), *sum(lists, [])]
 
 
 def test_the_default_stream_waits_for_readers_once(monkeypatch):
@@ -284,6 +290,9 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
         lambda: box.push([], []),
         lambda: box.push_rows([], []),
     ]
+    box.pull_here([], None)
+    assert not waits(), "what the default stream itself has pulled"
+    box._is_quiet = False
     assert waits(), "nothing is known yet"
     for something in queue:
         something()
@@ -301,7 +310,8 @@ def test_the_default_stream_waits_for_readers_once(monkeypatch):
     (lambda box: box.push_here(None, None, None, (box,)), "push_pair"),
     (lambda box: box.push_heads([], None, then_wait=True), "push_heads"),
     (lambda box: box.pull([], [], then_wait=True), "push_slabs"),
-], ids=["pair", "heads", "pull"])  # fmt: skip
+    (lambda box: box.pull_here([], None), "copy_and_pull"),
+], ids=["pair", "heads", "pull", "pull here"])  # fmt: skip
 def test_another_stream_opens_once_the_default_one_has_read(monkeypatch, push, op):
     """Calls on the default stream do not signal other streams when they have read what arrived."""
     log: list[object] = []
