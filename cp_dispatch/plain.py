@@ -85,7 +85,8 @@ def context_parallel(
 
     ``flex_attention`` attends over all ranks too, uncompiled or compiled by inductor. Pass its
     ``BlockMask`` among the buffers; inside the block it has this rank's rows and lengths.
-    ``varlen_attn`` raises. As with torch, other attention stays local because it is not seen:
+    ``varlen_attn`` takes shards ``(L, H, D)`` and the cumulative lengths of the whole sequence. As
+    with torch, other attention stays local because it is not seen:
     ``nn.MultiheadAttention(need_weights=True)``, nested tensors. ``torch.func`` transforms raise.
 
     Args:

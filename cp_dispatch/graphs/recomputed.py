@@ -31,6 +31,11 @@ def note(logsumexp: Tensor, layout: str) -> None:
     logsumexp.untyped_storage().cp_dispatch_layout = layout
 
 
+def is_ours(logsumexp: Tensor) -> bool:
+    """Whether :func:`note` has recorded something about this."""
+    return hasattr(logsumexp.untyped_storage(), "cp_dispatch_layout")
+
+
 def check(logsumexp: Tensor, layout: str) -> None:
     """Raise ContextParallelError if a forward in a different order than the backward's returned
     this."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_dispatch.call import Call
 from cp_dispatch.errors import ContextParallelError
@@ -129,6 +129,18 @@ def whole_of(mesh: DeviceMesh, shard: torch.Tensor, dim: int, length: int) -> DT
         shard, mesh, [Shard(dim)], run_check=False,
         shape=shape, stride=torch.empty(shape, device="meta").stride(),
     )  # fmt: skip
+
+
+def outline(mesh, shape, dtype, requires_grad: bool, sharded_dim: int | None) -> DTensor:
+    """A DTensor that holds a single element: plans do not read its data."""
+    placement = Replicate() if sharded_dim is None else Shard(sharded_dim)
+    with torch.no_grad():
+        made = DTensor.from_local(
+            torch.zeros(1, dtype=dtype, device=mesh.device_type), mesh, [placement],
+            run_check=False, shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+    return made.requires_grad_(requires_grad)
 
 
 def rows_of_ranks(context: PlainContext, local: int, name: str, assumed: list[str]) -> list[int]:

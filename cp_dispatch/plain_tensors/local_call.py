@@ -17,10 +17,9 @@ import dataclasses
 import functools
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from cp_dispatch._compat import (
-    all_gather_single,
     disable_current_modes,
     functorch_is_active,
     has_tangent,
@@ -30,14 +29,14 @@ from cp_dispatch.agreement import agree, check_agreement, debug_is_on, tell_refu
 from cp_dispatch.call import Call
 from cp_dispatch.dispatch import run_op
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.layouts import Balancer, Span
-from cp_dispatch.layouts.spans import chunk
+from cp_dispatch.layouts import Balancer
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
-from cp_dispatch.plain_tensors.context import PlainContext, refuse, whole_of, words
+from cp_dispatch.plain_tensors.context import PlainContext, outline, refuse, whole_of, words
 from cp_dispatch.plain_tensors.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_of
 from cp_dispatch.plain_tensors.reentrant import attended
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
+from cp_dispatch.plain_tensors.uneven import UNEVEN_IN_A_TRACE, not_chunks, told_by_ranks
 from cp_dispatch.plan import Plan
 from cp_dispatch.planning.choose import sdp_flags
 from cp_dispatch.planning.decide import make_plan
@@ -186,30 +185,17 @@ def _own_lengths(call: Call) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _told_shares(context: PlainContext, given: Call, call: Call) -> Shares:
     """What ranks hold, by a collective."""
-    mesh, world_size = context.mesh, context.world_size
+    mesh = context.mesh
     local, of_mask = _own_lengths(call)
     if is_tracing():
-        refuse(
-            context, given,
-            "the length of a buffer, or the balancer's, is not a multiple of the number of ranks, "
-            "so ranks have to exchange their lengths, which torch.compile cannot trace; pad the "
-            "sequence",
-        )  # fmt: skip
+        refuse(context, given, UNEVEN_IN_A_TRACE)
     if debug_is_on():  # ranks that refuse, or whose lengths are even, do not get to the exchange
         alike = dataclasses.replace(context, lengths=None)  # lengths of shards may differ
         agree("scaled_dot_product_attention", f"    lengths are told next, {alike}", (), mesh)
-    sent = torch.tensor((*local, *of_mask), dtype=torch.int64, device=mesh.device_type)
-    received = sent.new_empty(world_size * 4)
-    all_gather_single(received, sent, group=mesh.get_group())
-    of_ranks = received.view(world_size, 4).t().tolist()
+    of_ranks = told_by_ranks(mesh, (*local, *of_mask))
     for own in of_ranks[:2]:
-        shares = [span.length for span in chunk(Span(0, sum(own)), world_size)]
-        if own != shares:
-            refuse(
-                context, given,
-                f"the ranks hold {own} rows, but torch.chunk gives them {shares} of {sum(own)}; "
-                "shard with cp_dispatch.shard or as buffers",
-            )  # fmt: skip
+        if reason := not_chunks(own):
+            refuse(context, given, reason)
     lengths = sum(of_ranks[0]), sum(of_ranks[1])
     return Shares(lengths, tuple(of_ranks[:2]), tuple(of_ranks[2:]))
 
@@ -281,19 +267,7 @@ def _plan(
 ) -> Plan:
     """``switches`` are only part of the cache key: the choice of a kernel depends on them."""
     with disable_current_modes(), torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
-        tensors = [_outline(mesh, *outline) for outline in outlines]
+        tensors = [outline(mesh, *given) for given in outlines]
         mask = tensors.pop() if len(tensors) > 3 else None
         call = Call(*tensors, mask, dropout_p, is_causal, scale, enable_gqa)
         return make_plan(options, call)
-
-
-def _outline(mesh, shape, dtype, requires_grad: bool, sharded_dim: int | None) -> DTensor:
-    """A DTensor that holds a single element: plans do not read its data."""
-    placement = Replicate() if sharded_dim is None else Shard(sharded_dim)
-    with torch.no_grad():
-        outline = DTensor.from_local(
-            torch.zeros(1, dtype=dtype, device=mesh.device_type), mesh, [placement],
-            run_check=False, shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
-        )  # fmt: skip
-    return outline.requires_grad_(requires_grad)

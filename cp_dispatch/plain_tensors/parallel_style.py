@@ -57,8 +57,8 @@ class ContextParallel(ParallelStyle):
 
         parallelize_module(model, mesh["cp"], {"layers.*.attention.inner": ContextParallel()})
 
-    Plain inputs, positional or by keyword, stay plain. Every ``F.scaled_dot_product_attention``
-    that the module calls on plain tensors treats them as this rank's shards, as inside
+    Plain inputs, positional or by keyword, stay plain. Every ``F.scaled_dot_product_attention`` and
+    ``varlen_attn`` that the module calls on plain tensors treats them as this rank's shards, as in
     :func:`cp_dispatch.context_parallel`. The module may have plain parameters; their gradients
     cover this rank's rows only. DTensor inputs must be ``Shard(seq_dim)`` on the mesh: the module
     gets their local tensors, and its outputs become DTensors again. The sequence of an output must

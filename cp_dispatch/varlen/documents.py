@@ -56,10 +56,15 @@ class Documents(NamedTuple):
     queries: tuple[int, ...]
     keys: tuple[int, ...]
 
-    def reasons(self, window: Window, query_length: int, key_length: int) -> list[str]:
-        """Reasons why the documents are not supported, each with what to do."""
+    def reasons(
+        self, window: Window, query_length: int, key_length: int, covered: bool = False
+    ) -> list[str]:
+        """Reasons why the documents are not supported, each with what to do. ``covered``: they have
+        to be all of the sequence."""
         given = ("cu_seq_q", self.queries, query_length), ("cu_seq_k", self.keys, key_length)
         reasons = [reason for one in given for reason in _not_cumulative(*one)]
+        if covered and not reasons:
+            reasons = [reason for one in given for reason in _not_whole(*one)]
         if len(self.queries) != len(self.keys):
             reasons.append(
                 f"cu_seq_q is for {len(self.queries) - 1} documents, cu_seq_k for "
@@ -90,6 +95,15 @@ def _not_cumulative(name: str, starts: Sequence[int], length: int) -> Iterator[s
         yield (
             f"{name} ends at {starts[-1]}, but the packed sequence has {length} positions; pass "
             "cumulative lengths of the whole sequence, and DTensors with their global shape"
+        )
+
+
+def _not_whole(name: str, starts: Sequence[int], length: int) -> Iterator[str]:
+    if starts[-1] != length:
+        yield (
+            f"{name} ends at {starts[-1]}, but the shards of all ranks are {length} positions; on "
+            "shards pass the cumulative lengths of the whole sequence, with padding at its end as "
+            "one more document"
         )
 
 

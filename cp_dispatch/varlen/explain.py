@@ -10,20 +10,22 @@ from torch.distributed.tensor import DTensor
 
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks
 from cp_dispatch.planning.transport import redistributed
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
+from cp_dispatch.varlen.plain import check_form, plan_of, words
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
-from cp_dispatch.varlen.refusal import PLAIN_SHARDS, placements_of_keys
+from cp_dispatch.varlen.refusal import placements_of_keys
 from cp_dispatch.varlen.rule import local_starts
 from cp_dispatch.varlen.traffic import traffic_of
 
 
 @torch.no_grad()
 def explain_varlen(
-    query: DTensor,
-    key: DTensor,
-    value: DTensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor,
     *,
@@ -35,7 +37,8 @@ def explain_varlen(
     rows of keys each rank would send. Computes nothing and does not communicate.
 
     Args:
-        query, key, value: DTensors ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``, any dtype.
+        query, key, value: DTensors ``(T, H, D)``, ``(M, Hkv, D)``, ``(M, Hkv, D)``, any dtype;
+            inside ``context_parallel`` this rank's shards.
         cu_seq_q, cu_seq_k: ``(documents + 1,)`` int32, cumulative lengths of the whole sequence.
         window_size: ``(left, right)``; -1 means no limit on that side.
 
@@ -49,8 +52,9 @@ def explain_varlen(
     described = call.describe()
     given = (*call.tensors.values(), *call.starts.values())
     if not any(isinstance(x, DTensor) for x in given):
-        if plain_context() is not None:
-            return VarlenPlan("refused", reasons=(PLAIN_SHARDS,), call=described)
+        context = plain_context()
+        if context is not None and context.world_size > 1:
+            return _explain_shards(context, call)
         return VarlenPlan("stock", reasons=("no argument is a DTensor",), call=described)
     options = current_options()
     if options is None:
@@ -59,9 +63,39 @@ def explain_varlen(
     plan = dataclasses.replace(make_plan(options, call), call=described)
     if plan.handler == "refused":
         return plan
+    plan = _with_rows(plan, call, (int(query.shape[0]), int(key.shape[0])), False)
+    if plan.handler == "refused":
+        return plan
+    wanted = [placements_of_keys(query.placements)] * 2
+    before = redistributed({"key": key, "value": value}, wanted)
+    return dataclasses.replace(plan, reasons=(*plan.reasons, *before))
+
+
+def _explain_shards(context: PlainContext, call: VarlenCall) -> VarlenPlan:
+    """The plan for this rank's shards inside ``context_parallel``."""
+    assumed: list[str] = []
+    described = words(context, call)
+    try:
+        check_form(context, call)
+        lengths = tuple(
+            sum(rows_of_ranks(context, int(x.shape[0]), name, assumed))
+            if context.uneven
+            else int(x.shape[0]) * context.world_size
+            for name, x in (("query", call.query), ("key", call.key))
+        )
+        plan = plan_of(context, call, lengths)
+    except ContextParallelError as error:
+        return VarlenPlan("refused", reasons=(str(error),), call=described)
+    plan = dataclasses.replace(plan, reasons=(*plan.reasons, *assumed), call=described)
+    return plan if plan.handler == "refused" else _with_rows(plan, call, lengths, True)
+
+
+def _with_rows(
+    plan: VarlenPlan, call: VarlenCall, lengths: tuple[int, int], covered: bool
+) -> VarlenPlan:
+    """The plan with the rows that each rank sends, or with the reasons to refuse the documents."""
     documents = documents_of(*local_starts(call.cu_seq_q, call.cu_seq_k))
-    lengths = int(query.shape[0]), int(key.shape[0])
-    reasons = documents.reasons(call.window, *lengths)
+    reasons = documents.reasons(call.window, *lengths, covered)
     if reasons:
         return dataclasses.replace(plan, handler="refused", reasons=tuple(reasons))
     layout = "" if plan.layout is None else plan.layout.text
@@ -73,6 +107,4 @@ def explain_varlen(
         )
     except ContextParallelError as error:
         return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
-    wanted = [placements_of_keys(query.placements)] * 2
-    before = redistributed({"key": key, "value": value}, wanted)
-    return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *before))
+    return dataclasses.replace(plan, rows_sent=rows)

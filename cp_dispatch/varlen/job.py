@@ -61,9 +61,9 @@ class VarlenJob:
 
     def __init__(
         self, documents: Documents, window: Window, query_length: int, key_length: int,
-        ring_shape: tuple[int, ...], rank: int, layout: str, device: torch.device,
+        covered: bool, ring_shape: tuple[int, ...], rank: int, layout: str, device: torch.device,
     ):  # fmt: skip
-        reasons = documents.reasons(window, query_length, key_length)
+        reasons = documents.reasons(window, query_length, key_length, covered)
         if reasons:
             raise ContextParallelError(
                 "\n  - ".join(["cp_dispatch does not support this varlen_attn call:", *reasons])
@@ -142,11 +142,13 @@ def _put(place: Selector, into: Tensor, rows: Tensor) -> None:
 
 def job_of(
     device: torch.device, cu_seq_q: Tensor, cu_seq_k: Tensor, window: Sequence[int],
-    query_length: int, key_length: int, ring_shape: Sequence[int], rank: int, layout: str,
+    query_length: int, key_length: int, covered: bool, ring_shape: Sequence[int], rank: int,
+    layout: str,
 ) -> VarlenJob:  # fmt: skip
     """The job of these arguments, made once for each version of the tensors."""
     rest = (
-        Window(*window), int(query_length), int(key_length), tuple(ring_shape), rank, layout, device
+        Window(*window), int(query_length), int(key_length), covered, tuple(ring_shape), rank,
+        layout, device,
     )  # fmt: skip
 
     def make() -> VarlenJob:

@@ -40,15 +40,6 @@ _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
 
 
-PLAIN_SHARDS = (
-    "varlen_attn on plain tensors inside context_parallel, or in a ContextParallel module, would "
-    "attend to this rank's shard alone. Supported there: scaled_dot_product_attention, with "
-    "documents as an attn_mask, and flex_attention, with documents in a BlockMask that is among "
-    "the buffers. On DTensors, with cp_dispatch.enable(), varlen_attn is supported too. To attend "
-    "to local tensors alone, call it outside the block."
-)
-
-
 def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
     """All reasons why the call is not supported; empty if it is."""
     reasons = [

@@ -40,7 +40,7 @@ def attend(options: Options, call: VarlenCall) -> tuple[Tensor, Tensor, Tensor]:
             differ; nothing was computed.
     """
     if debug_is_on():
-        _check_agreement(options, call)
+        check_agreement(options, call)
     plan = known_plan(options, call)
     if plan.handler == "refused":
         raise dataclasses.replace(plan, call=call.describe()).error()
@@ -62,12 +62,12 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
             int(local_tensor(x).shape[0])  # a guard that holds; one on a DTensor's length may not
     return (
         *call.starts.values(), list(call.window), call.scale, call.query.shape[0],
-        call.key.shape[0], list(plan.ring_shape), rank, group_name,
+        call.key.shape[0], False, list(plan.ring_shape), rank, group_name,
         "" if plan.layout is None else plan.layout.text,
     )  # fmt: skip
 
 
-def _check_agreement(options: Options, call: VarlenCall) -> None:
+def check_agreement(options: Options, call: VarlenCall) -> None:
     """Compares the documents too, because every rank derives from them what the others send."""
     found = [
         hashlib.sha256(str(x.tolist()).encode()).hexdigest()[:16]
@@ -115,8 +115,8 @@ def _forward(cls, func, types, args=(), kwargs=None):
     starts = local_starts(cu_seq_q, cu_seq_k)
     if not is_tracing() and not tuple(key.placements) == tuple(value.placements) == wanted:
         # Refuse documents, if necessary, before keys are summed.
-        window, _, *lengths, ring_shape, rank, _, layout = options
-        job_of(local_tensor(query).device, *starts, window, *lengths, ring_shape, rank, layout)
+        window, _, *rest, rank, _, layout = options
+        job_of(local_tensor(query).device, *starts, window, *rest, rank, layout)
     output, logsumexp = FORWARD(
         local_tensor(query), _placed(key, wanted), _placed(value, wanted), *starts, *options
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import io
@@ -467,38 +466,6 @@ def test_style_of_a_module_with_parameters_and_uneven_dtensors():
 
     for first, second, true in zip(*on_mesh(2, body), grads, strict=True):
         torch.testing.assert_close(first + second, true)
-
-
-@pytest.mark.parametrize("mode", ["train", "no_grad", "inference_mode", "compiled"])
-def test_varlen_attn_of_shards_is_refused(mode):
-    """It would be local. Outside blocks it is torch's, which has no kernel on CPU."""
-    query = torch.randn(8, 2, 16, dtype=torch.bfloat16, requires_grad=mode == "train")
-    lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
-    scope = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
-
-    def attend():
-        torch._dynamo.reset()
-        call = varlen_attn
-        if mode == "compiled":
-            call = torch.compile(call, backend="eager")
-        with contextlib.nullcontext() if mode == "train" else scope:
-            return call(query, query, query, lengths, lengths, 5, 5)
-
-    def outside() -> None:
-        with pytest.raises(NotImplementedError) as found:
-            attend()
-        assert not isinstance(found.value, ContextParallelError)
-
-    def body(mesh):
-        with context_parallel(mesh, balancer=None):
-            with pytest.raises(ContextParallelError, match="this rank's shard alone"):
-                attend()
-
-    outside()
-    on_mesh(1, body)
-    with cp_dispatch.enabled():
-        outside()
-    outside()
 
 
 def test_varlen_attn_outside_of_blocks_is_torchs():

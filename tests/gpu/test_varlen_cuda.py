@@ -18,7 +18,15 @@ from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import is_staged, ranks
-from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
+from tests.varlen.problems import (
+    ROWS,
+    VarlenProblem,
+    check,
+    exact,
+    one_device,
+    run_in_block,
+    run_sharded,
+)
 
 GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -86,6 +94,17 @@ def host_does_not_wait(env: Env, problem: VarlenProblem) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
+def in_a_block(env: Env, problem: VarlenProblem, balancer="auto", compile=False) -> None:
+    """On plain shards, inside ``context_parallel``, after a call outside, which is torch's."""
+    torch._dynamo.reset()
+    attend = torch.compile(problem.attend, fullgraph=True) if compile else problem.attend
+    want, single = exact(problem, env.device), one_device(problem, env.device)
+    inputs, starts = problem.tensors(env.device)[:3], problem.starts(env.device)
+    for _ in range(2):
+        check({"output": attend(*inputs, starts)[0]}, want, single)
+        check(run_in_block(problem, env.mesh(), balancer, attend), want, single)
+
+
 def refuses(env: Env, problem: VarlenProblem, words: str) -> None:
     with cp_dispatch.enabled(), pytest.raises(cp_dispatch.ContextParallelError, match=words):
         run_sharded(problem, env.mesh())
@@ -142,6 +161,18 @@ for _dim in (8, 96, 128, 192, 256):
 add("no gradients", how={"needs_grad": False})
 add("compiled", function=compiled)
 add("compiled gqa window", function=compiled, key_heads=2, window=(128, 0))
+for _balancer in ("auto", None):
+    for _window in ((-1, 0), (128, 0), (-1, -1)):
+        _how = {"balancer": _balancer}
+        add(
+            f"block {_balancer} {_window}",
+            function=in_a_block,
+            how=_how,
+            window=_window,
+            key_heads=2,
+        )
+    add(f"block {_balancer} compiled", function=in_a_block, how=_how | {"compile": True})
+add("block uneven", function=in_a_block, lengths=(300, 1, 699, 0, 47, 800))
 add("host does not wait", function=host_does_not_wait)
 add("host does not wait, window", function=host_does_not_wait, window=(64, 32))
 add("float32", function=refuses, how={"words": "float16 and bfloat16"}, dtype=torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from cp_dispatch import context_parallel, context_parallel_unshard
 from cp_dispatch.varlen.ops import FORWARD
 from tests.distributed.reference import FACTOR, _scatter
 from tests.distributed.sharded import distribute
@@ -105,7 +106,7 @@ def one_device(problem: VarlenProblem, device="cpu") -> dict[str, Tensor]:
     leaves = [x.requires_grad_() for x in inputs]
     starts = problem.starts(device)
     if torch.device(device).type == "cpu":
-        options = list(problem.window), problem.scale, *problem.totals, [], 0, "", ""
+        options = list(problem.window), problem.scale, *problem.totals, False, [], 0, "", ""
         out, lse = FORWARD(*leaves, *starts, *options)
     else:
         out, lse = problem.attend(*leaves, starts)
@@ -154,6 +155,22 @@ def run_sharded(
             x = permuted(x.t(), layout.inverse).t() if x.ndim == 2 else permuted(x, layout.inverse)
         named[name] = x.detach()
     return named
+
+
+def run_in_block(problem, mesh, balancer="auto", attend=None, starts=None) -> dict[str, Tensor]:
+    """Whole results of a call on plain shards in ``context_parallel``."""
+    *inputs, grad = problem.tensors(mesh.device_type)
+    starts = problem.starts(mesh.device_type) if starts is None else starts
+    buffers = [*inputs, grad]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0] * 4, balancer=balancer):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out, lse = (attend or problem.attend)(*leaves, starts)
+        assert type(out) is Tensor and not lse.requires_grad
+        assert out.shape == leaves[0].shape and lse.shape == out.shape[1::-1]
+        found = [out, lse.t().contiguous(), *torch.autograd.grad(out, leaves, grad.clone())]
+        whole = context_parallel_unshard(mesh, [x.detach() for x in found], [0] * 5)
+    named = dict(zip(NAMES, whole, strict=True))
+    return named | {"logsumexp": named["logsumexp"].t()}
 
 
 def check(got: dict[str, Tensor], want: dict[str, Tensor], single: dict[str, Tensor]) -> None:

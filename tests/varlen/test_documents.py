@@ -149,7 +149,7 @@ def test_opcheck():
     problem = VarlenProblem((3, 0, 5), (4, 2, 5), heads=2, key_heads=1, rest=1)
     *tensors, grad = problem.tensors()
     leaves = [x.requires_grad_() for x in tensors]
-    options = [*problem.starts(), [2, 0], None, *problem.totals, [], 0, "", ""]
+    options = [*problem.starts(), [2, 0], None, *problem.totals, False, [], 0, "", ""]
     torch.library.opcheck(FORWARD, (*leaves, *options))
     out, lse = (x.detach() for x in FORWARD(*leaves, *options))
     for key_grad in (True, False):

@@ -15,7 +15,15 @@ import cp_dispatch
 from tests.distributed.compiled import _has_compiler
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
-from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
+from tests.varlen.problems import (
+    ROWS,
+    VarlenProblem,
+    check,
+    exact,
+    one_device,
+    run_in_block,
+    run_sharded,
+)
 
 BASE = VarlenProblem((5, 20, 1, 9, 13), key_heads=2)
 LENGTHS = ((48, 0, 0, 0, 0), (5, 20, 1, 9, 13), (24, 0, 24, 0, 0))
@@ -202,6 +210,44 @@ def in_a_model(env: Env, compile: bool) -> None:
     torch.testing.assert_close(grad, whole[1].grad, rtol=1e-4, atol=1e-4)
 
 
+def in_a_block(env: Env, backend: str) -> None:
+    """Plain shards: a graph made outside is not used inside, one made inside not in another order,
+    and other documents compile nothing."""
+    if backend == "inductor" and not _has_compiler():
+        print("no C++ compiler, nothing to test")
+        return
+    torch._dynamo.reset()
+    problems = [VarlenProblem(x, key_heads=2) for x in LENGTHS]
+
+    def attend(query, key, value, starts):
+        return problems[0].attend(query, key, value, starts)
+
+    attend = torch.compile(attend, fullgraph=True, backend=backend)
+    for again in range(2):
+        with pytest.raises(Exception, match="_flash_attention_forward"):  # torch has none for CPU
+            attend(*(x[:24] for x in BASE.tensors()[:3]), BASE.starts())
+        for balancer in ("auto", None):
+            for step, problem in enumerate(problems):
+                with torch._dynamo.config.patch(error_on_recompile=bool(again or step)):
+                    got = run_in_block(problem, env.mesh(), balancer, attend)
+                check(got, exact(problem), one_device(problem))
+
+
+def one_node_in_a_block(env: Env) -> None:
+    torch._dynamo.reset()
+    found: list[str] = []
+
+    def compiler(module, example_inputs):
+        found.extend(str(x.target) for x in module.graph.nodes if x.op == "call_function")
+        return module.forward
+
+    attend = torch.compile(BASE.attend, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
+    run_in_block(BASE, env.mesh(), attend=attend)
+    assert [x for x in found if "varlen" in x] == [
+        "cp_dispatch.varlen_attention.default", "cp_dispatch.varlen_attention_backward.default",
+    ], found  # fmt: skip
+
+
 CASES = {
     "eager": functools.partial(eager, problem=BASE),
     "eager window": functools.partial(eager, problem=VarlenProblem(window=(3, 4))),
@@ -217,6 +263,10 @@ CASES = {
     "several lengths, dynamic": functools.partial(several_lengths, dynamic=True),
     "no_grad": functools.partial(without_gradients, mode=torch.no_grad),
     "inference_mode": functools.partial(without_gradients, mode=torch.inference_mode),
+    "block, eager graph": functools.partial(in_a_block, backend="eager"),
+    "block, aot_eager": functools.partial(in_a_block, backend="aot_eager"),
+    "block, inductor": functools.partial(in_a_block, backend="inductor"),
+    "block, one node each way": one_node_in_a_block,
     "model": functools.partial(in_a_model, compile=False),
     "model compiled": functools.partial(in_a_model, compile=True),
 }

@@ -515,22 +515,6 @@ def test_flops_are_counted():
     assert run_threads(2, body) == [(want, want * 5 // 2)] * 2
 
 
-def test_explain_tells_what_is_refused_in_a_block():
-    starts = BASE.starts()[0]
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        shard = torch.zeros(24, 4, 8)
-        with cp_dispatch.context_parallel(mesh, buffers=[torch.zeros(48)], buffer_seq_dims=[0]):
-            plan = cp_dispatch.explain_varlen(shard, shard, shard, starts, starts)
-            with pytest.raises(ContextParallelError, match="this rank's shard alone"):
-                varlen_attn(shard, shard, shard, starts, starts, 20, 20)
-        return plan.handler, plan.reasons[0]
-
-    for handler, reason in run_threads(2, body):
-        assert handler == "refused" and "this rank's shard alone" in reason
-
-
 @pytest.mark.parametrize("rows, keys", [(7, 8), (8, 7)])
 def test_shards_must_be_as_long_as_the_global_shape_says(rows, keys):
     cu_seq = torch.tensor([0, 10, 16], dtype=torch.int32)
