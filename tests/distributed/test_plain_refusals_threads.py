@@ -222,9 +222,10 @@ class Rotated(nn.Module):
         super().__init__()
         self.project, self.attend = nn.Linear(8, 8), attend
         self.register_buffer("table", torch.zeros(16, 8))
+        self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x):
-        x = self.project(x) + self.table
+        x = self.project(x) * self.scale + self.table
         return self.attend(x, x, x)
 
 
@@ -241,7 +242,7 @@ def test_shards_that_ddp_overwrites(attend):
                 if options:
                     assert model(x).shape == (1, 2, 8, 8)
                 else:
-                    with pytest.raises(ContextParallelError, match="copied one rank's .* table"):
+                    with pytest.raises(ContextParallelError, match="one rank's shard of table to"):
                         model(x)
         alone = DistributedDataParallel(Rotated(attend), process_group=dist.new_group([0]))
         with context_parallel(mesh, buffers=[x, alone.module.table], buffer_seq_dims=[2, 0]):
@@ -637,6 +638,11 @@ def test_style_refusals():
                 parallelize_module(kind, mesh, ContextParallel())
         with pytest.raises(ContextParallelError, match="of Linear, a TorchScript module"):
             parallelize_module(torch.jit.script(nn.Linear(2, 2)), mesh, ContextParallel())
+    with fake_ranks(2, 2, names=("dp", "cp")) as mesh:
+        module = parallelize_module(Attention(), mesh["cp"], ContextParallel())
+        others = [DTensor.from_local(x, mesh["dp"], [Shard(2)]) for x in sequences(8)]
+        with pytest.raises(ContextParallelError, match="an input of shape .* on DeviceMesh.*dp"):
+            module(*others)
     with pytest.raises(ContextParallelError, match="attention_type must be"):
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):
