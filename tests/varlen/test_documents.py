@@ -159,6 +159,15 @@ def test_opcheck():
     assert torch.autograd.gradcheck(lambda *x: FORWARD(*x, *options)[0], wide)
 
 
+def test_gradients_are_in_the_dtypes_of_their_tensors():
+    """The kernel for CPU returns wider ones."""
+    problem = VarlenProblem((3, 5), dtype=torch.bfloat16)
+    *tensors, grad = problem.tensors()
+    options = [*problem.starts(), [-1, 0], None, *problem.totals, [], 0, "", ""]
+    grads = BACKWARD(grad, *tensors, *FORWARD(*tensors, *options), *options, True)
+    assert [x.dtype for x in grads] == [torch.bfloat16] * 3
+
+
 def test_explain():
     cu_seq = torch.tensor([0, 6, 16, 24, 39, 48], dtype=torch.int32)
     other = torch.tensor([0, 6, 16, 24, 39, 50], dtype=torch.int32)
