@@ -420,8 +420,9 @@ def test_a_module_is_in_the_style_once(kind):
             ContextParallel(2, kind, balancer="head-tail"),
             ContextParallel(1, "flex" if kind == "sdpa" else "sdpa", balancer="head-tail"),
         ):
-            with pytest.raises(ContextParallelError, match="apply the style once"):
-                parallelize_module(module, mesh, other)
+            for x in (module, copy.deepcopy(module)):
+                with pytest.raises(ContextParallelError, match="apply the style once"):
+                    parallelize_module(x, mesh, other)
 
     on_mesh(2, body)
 
@@ -438,7 +439,7 @@ def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
         style = ContextParallel(1, kind, balancer=None)
         usual = [parallelize_module(Projected(), mesh, style).forward.__func__ for _ in range(2)]
         assert usual[0] is usual[1]
-        module = Projected()
+        module = nn.Module()
         module.scale = 2
         module.forward = types.MethodType(forward, module)
         parallelize_module(module, mesh, style)
