@@ -105,6 +105,12 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(*inputs)
 
 
+class WithOwnForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.forward = Attention().forward
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_given_balancer_says_that_shards_are_uneven(causal):
     problem, balancer = Problem(length=61, dim=16, causal=causal), HeadTail(61, 4)
@@ -683,20 +689,23 @@ def test_unshard_goes_by_the_order_of_the_block(order):
 
 
 def test_a_style_is_for_more_than_one_world():
-    """Meshes of the same ranks are equal, and it took the groups of the first one."""
+    """Meshes of the same ranks are equal, and it took the groups of the first one, as a module did
+    that was in the style in the first world already."""
     query, key, value = sequences(16)
     want = F.scaled_dot_product_attention(query, key, value).chunk(2, 2)
     styles = [cp_dispatch.ContextParallel(balancer=None) for _ in range(4)]
+    olds = [(Attention(), WithOwnForward()) for _ in range(4)]
 
     def body(groups: int, rank: int) -> None:
         for _ in range(groups):
             dist.new_group([0, 2])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
-        module = parallelize_module(Attention(), mesh, styles[rank])
         at = mesh.get_local_rank()
-        torch.testing.assert_close(
-            module(*(x.chunk(2, 2)[at] for x in (query, key, value))), want[at]
-        )
+        for module in (Attention(), *olds[rank]):
+            parallelize_module(module, mesh, styles[rank])
+            torch.testing.assert_close(
+                module(*(x.chunk(2, 2)[at] for x in (query, key, value))), want[at]
+            )
 
     for groups in (0, 3):
         run_threads(4, functools.partial(body, groups))
