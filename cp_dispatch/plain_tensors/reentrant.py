@@ -4,8 +4,8 @@ A checkpoint with ``use_reentrant=True`` runs its function without gradients, an
 backward. If the ``context_parallel`` block has ended by then, attention in the second run stays
 within a shard. Other checkpoints notice that the saved tensors differ; this kind does not check,
 and gradients would be silently wrong. So while a block is on, the function of such a checkpoint
-remembers whether its attention used the block around. Modules in the style ``ContextParallel`` have
-their own blocks and their own check.
+remembers whether its attention used the block around. Compiled graphs tell by their guards on the
+block. Modules in the style ``ContextParallel`` have their own blocks and their own check.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def remove() -> None:
         _forward.pop().restore()
 
 
-def attended(context: PlainContext) -> None:
-    """Record that a call of attention uses this block."""
-    for blocks in getattr(_thread, "running", ()):
-        blocks.append(context)
+def attended(context: PlainContext | None) -> None:
+    """Record that a call of attention, or a graph with one, runs in this block."""
+    if context is not None and context.world_size > 1:
+        for blocks in getattr(_thread, "running", ()):
+            blocks.append(context)
 
 
 class _Recomputed:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +27,7 @@ from tests.distributed.calls import only
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -637,6 +638,27 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
 
     for got, true in zip(zip(*on_mesh(2, body), strict=True), want, strict=True):
         torch.testing.assert_close(torch.cat(got, 2), true)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "flex"])
+def test_a_reentrant_checkpoint_with_other_attention_is_recomputed_in_its_block(kind):
+    """A graph that had been compiled before, and flex_attention, were silently local outside."""
+
+    def attend(x):
+        if kind == "flex":
+            x = x.detach()  # torch has no gradients of it on CPU
+            return flex_attention(x, x, x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+    torch._dynamo.reset()
+    function = attend if kind == "flex" else torch.compile(attend, backend="aot_eager")
+    with fake_ranks(2) as mesh:
+        for _ in range(2):
+            x = sequences(8)[0].requires_grad_()
+            with context_parallel(mesh, balancer=None):
+                out = checkpoint(function, x, use_reentrant=True)
+            with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+                out.sum().backward()
 
 
 def test_blocks_nest_and_follow_each_other():
