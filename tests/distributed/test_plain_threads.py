@@ -661,6 +661,23 @@ def test_a_reentrant_checkpoint_with_other_attention_is_recomputed_in_its_block(
                 out.sum().backward()
 
 
+def test_a_reentrant_checkpoint_is_recomputed_in_a_block_of_the_same_order():
+    """Of the same ranks, too. Functions without attention do not mind."""
+    with fake_ranks(2, 2, names=("dp", "cp")) as mesh:
+        others = {"mesh": mesh["dp"], "balancer": None}, {"mesh": mesh["cp"]}
+        for function in (lambda x: F.scaled_dot_product_attention(x, x, x), torch.sin):
+            for other in others:
+                x = sequences(8)[0].requires_grad_()
+                with context_parallel(mesh["cp"], balancer=None):
+                    out = checkpoint(function, x, use_reentrant=True)
+                with context_parallel(**other):
+                    if function is torch.sin:
+                        out.sum().backward()
+                        continue
+                    with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+                        out.sum().backward()
+
+
 def test_blocks_nest_and_follow_each_other():
     query, key, value = sequences(16)
     want = {
