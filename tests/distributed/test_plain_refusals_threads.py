@@ -34,7 +34,7 @@ from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
-from tests.ranks import fake_ranks
+from tests.ranks import fake_ranks, one_rank
 
 # -- Refusals ---------------------------------------------------------------------------------
 
@@ -601,6 +601,25 @@ def test_a_compiled_module_in_the_style_takes_and_returns_what_is_no_tensor():
         module = parallelize_module(WithNone(), mesh, ContextParallel(balancer=None))
         compiled = torch.compile(module, backend="eager", fullgraph=True)
         assert compiled(*sequences(16), more=more)[1:] == (more, None)
+
+
+@pytest.mark.parametrize("attend", [
+    F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+])  # fmt: skip
+def test_a_compiled_module_in_the_style_on_one_rank(attend):
+    class Module(nn.Module):
+        def forward(self, *inputs, **options):
+            return attend(*inputs, **options)
+
+    query, key, value, mask = (torch.randn(1, heads, 4, 4) for heads in (4, 2, 2, 1))
+    torch._dynamo.reset()
+    with one_rank() as mesh, torch.no_grad():
+        module = parallelize_module(Module(), mesh, ContextParallel())
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        for options in ({"attn_mask": mask, "scale": 0.3}, {"is_causal": True}):
+            given, options = (query, key, value), options | {"enable_gqa": True}
+            torch.testing.assert_close(compiled(*given, **options), attend(*given, **options))
 
 
 def test_style_refusals():
