@@ -32,6 +32,7 @@ from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import guards as graph_guards
 from cp_dispatch.options import Options, OptionStack
+from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.plain_tensors.local_call import attend_plain, check_transforms
 from cp_dispatch.transforms import hidden_mesh, refuse_transforms
@@ -104,7 +105,7 @@ def _noted_block(contexts: OptionStack, plain_context) -> PlainContext | None:
     """The block that holds for plain tensors, noted in the same way."""
     tracing = dynamo_traces() is not None
     if tracing:
-        graph_guards.note_trace("the block of context_parallel", plain_context)
+        graph_guards.note_trace("the block of context_parallel", plain_context, attended)
     return plain_context() if tracing or contexts.in_use else None
 
 

@@ -26,6 +26,7 @@ from cp_dispatch.flex.style import as_dtensors, global_lengths
 from cp_dispatch.graphs.compile_cache import note_group
 from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.groups import ring_group_name
+from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 
@@ -44,7 +45,7 @@ def before(kernel, op, plain_context, enabled):
             return kernel(*tensors, *arguments)
         traced = dynamo_traces() is not None
         if traced:
-            note_trace("the block of context_parallel", plain_context)
+            note_trace("the block of context_parallel", plain_context, attended)
         context = plain_context()
         if context is None or context.world_size == 1:
             return kernel(*tensors, *arguments)
@@ -60,6 +61,7 @@ def before(kernel, op, plain_context, enabled):
 def _attend(
     context: PlainContext, op, enabled, tensors, score_mod, block_mask, scale, kernel_options, *rest
 ):
+    attended(context)
     if is_tracing() and context.uneven:
         _refuse(
             context,

@@ -27,15 +27,21 @@ from cp_dispatch.graphs.compile_cache import note_decision
 _done = weakref.WeakSet()  # managers of graphs that need nothing any more
 
 
-def note_trace(what: str, decides: Callable[[], object]) -> None:
+def note_trace(
+    what: str, decides: Callable[[], object], applies: Callable[[object], None] | None = None
+) -> None:
     """Guard the graph that is being traced, if any, on ``decides()`` staying equal, and put its
-    value into the keys of on-disk caches."""
+    value into the keys of on-disk caches. ``applies`` gets the value whenever the graph runs."""
     state = decides()
     note_decision(state)
 
     def check(_locals) -> bool:
         now = decides()
-        return now is state or now == state
+        if now is not state and now != state:
+            return False
+        if applies is not None:
+            applies(now)
+        return True
 
     guard_trace(check, f"cp_dispatch: {what} as they were when this was compiled", (what, state))
 

@@ -123,8 +123,11 @@ class ContextParallel(ParallelStyle):
         )  # fmt: skip
         # Equal meshes may have different groups, such as those from before destroy_process_group.
         group = device_mesh.get_group()
-        if getattr(module.forward, "in_style_on", None) == (device_mesh, group):
+        before = getattr(module.forward, "in_style_on", None)
+        if before == (device_mesh, group):
             return module  # applied before, for example because two parents share the module
+        if before is not None:
+            _take_off(module)
         if self.attention_type == "flex":
             kind = tuple(inspect.signature(module.forward).parameters)
         else:
@@ -154,7 +157,7 @@ class ContextParallel(ParallelStyle):
         else:
             decide = partial(self._context, mesh, kind, None, [])
             forward = traced_forward(decide, partial(self._run, mesh), own)
-        forward.in_style_on = mesh, group
+        forward.in_style_on, forward.own = (mesh, group), own
         if own is None:
             self._forwards[key] = forward
         return forward
@@ -279,6 +282,14 @@ def _own_forward(module: nn.Module):
     if isinstance(own, types.MethodType) and own.__self__ is module:
         return own.__func__
     return lambda _, *args, **kwargs: own(*args, **kwargs)
+
+
+def _take_off(module: nn.Module) -> None:
+    """Give a module the forward back that it had before the style."""
+    own = module.forward.own
+    del module.forward
+    if own is not None:
+        module.forward = types.MethodType(own, module)
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:

@@ -33,6 +33,7 @@ from cp_dispatch.graphs import recomputed
 from cp_dispatch.graphs.compile_cache import note_group
 from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.groups import ring_group_name
+from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.transforms import refuse_transforms
 from cp_dispatch.varlen.call import VarlenCall
@@ -117,7 +118,7 @@ def _block_now(plain_context, tensors) -> PlainContext | None:
     """The block in which plain tensors are shards of several ranks, None without one."""
     traced = dynamo_traces() is not None
     if traced:
-        note_trace("the block of context_parallel", plain_context)
+        note_trace("the block of context_parallel", plain_context, attended)
     context = plain_context()
     if context is None or context.world_size == 1:
         return None

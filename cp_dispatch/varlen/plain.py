@@ -20,8 +20,8 @@ from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options
+from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext, outline, whole_of
-from cp_dispatch.plain_tensors.reentrant import attended
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 from cp_dispatch.plain_tensors.uneven import UNEVEN_IN_A_TRACE, not_chunks, told_by_ranks
 from cp_dispatch.varlen.call import VarlenCall

@@ -33,7 +33,7 @@ from tests.distributed.reference import Problem, check, exact, one_device
 from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
-from tests.ranks import fake_ranks
+from tests.ranks import fake_ranks, one_rank
 
 # -- Refusals ---------------------------------------------------------------------------------
 
@@ -221,9 +221,10 @@ class Rotated(nn.Module):
         super().__init__()
         self.project, self.attend = nn.Linear(8, 8), attend
         self.register_buffer("table", torch.zeros(16, 8))
+        self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x):
-        x = self.project(x) + self.table
+        x = self.project(x) * self.scale + self.table
         return self.attend(x, x, x)
 
 
@@ -240,7 +241,7 @@ def test_shards_that_ddp_overwrites(attend):
                 if options:
                     assert model(x).shape == (1, 2, 8, 8)
                 else:
-                    with pytest.raises(ContextParallelError, match="copied one rank's .* table"):
+                    with pytest.raises(ContextParallelError, match="one rank's shard of table to"):
                         model(x)
         alone = DistributedDataParallel(Rotated(attend), process_group=dist.new_group([0]))
         with context_parallel(mesh, buffers=[x, alone.module.table], buffer_seq_dims=[2, 0]):
@@ -418,8 +419,9 @@ def test_a_module_is_in_the_style_once(kind):
             ContextParallel(2, kind, balancer="head-tail"),
             ContextParallel(1, "flex" if kind == "sdpa" else "sdpa", balancer="head-tail"),
         ):
-            with pytest.raises(ContextParallelError, match="apply the style once"):
-                parallelize_module(module, mesh, other)
+            for x in (module, copy.deepcopy(module)):
+                with pytest.raises(ContextParallelError, match="apply the style once"):
+                    parallelize_module(x, mesh, other)
 
     on_mesh(2, body)
 
@@ -436,7 +438,7 @@ def test_a_copy_of_a_module_with_a_forward_of_its_own(kind):
         style = ContextParallel(1, kind, balancer=None)
         usual = [parallelize_module(Projected(), mesh, style).forward.__func__ for _ in range(2)]
         assert usual[0] is usual[1]
-        module = Projected()
+        module = nn.Module()
         module.scale = 2
         module.forward = types.MethodType(forward, module)
         parallelize_module(module, mesh, style)
@@ -568,6 +570,25 @@ def test_a_compiled_module_in_the_style_takes_and_returns_what_is_no_tensor():
         assert compiled(*sequences(16), more=more)[1:] == (more, None)
 
 
+@pytest.mark.parametrize("attend", [
+    F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+])  # fmt: skip
+def test_a_compiled_module_in_the_style_on_one_rank(attend):
+    class Module(nn.Module):
+        def forward(self, *inputs, **options):
+            return attend(*inputs, **options)
+
+    query, key, value, mask = (torch.randn(1, heads, 4, 4) for heads in (4, 2, 2, 1))
+    torch._dynamo.reset()
+    with one_rank() as mesh, torch.no_grad():
+        module = parallelize_module(Module(), mesh, ContextParallel())
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        for options in ({"attn_mask": mask, "scale": 0.3}, {"is_causal": True}):
+            given, options = (query, key, value), options | {"enable_gqa": True}
+            torch.testing.assert_close(compiled(*given, **options), attend(*given, **options))
+
+
 def test_style_refusals():
     def body(mesh):
         own = [x[:, :, :8] for x in sequences(16)]
@@ -604,6 +625,11 @@ def test_style_refusals():
                 parallelize_module(kind, mesh, ContextParallel())
         with pytest.raises(ContextParallelError, match="of Linear, a TorchScript module"):
             parallelize_module(torch.jit.script(nn.Linear(2, 2)), mesh, ContextParallel())
+    with fake_ranks(2, 2, names=("dp", "cp")) as mesh:
+        module = parallelize_module(Attention(), mesh["cp"], ContextParallel())
+        others = [DTensor.from_local(x, mesh["dp"], [Shard(2)]) for x in sequences(8)]
+        with pytest.raises(ContextParallelError, match="an input of shape .* on DeviceMesh.*dp"):
+            module(*others)
     with pytest.raises(ContextParallelError, match="attention_type must be"):
         ContextParallel(attention_type="linear")
     with pytest.raises(ContextParallelError, match="seq_dim must be an int"):

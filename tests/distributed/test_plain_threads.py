@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +28,7 @@ from tests.distributed.calls import only
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
 from tests.distributed.threads import run_threads
+from tests.ranks import fake_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +105,12 @@ def test_a_given_balancer():
 class Attention(nn.Module):
     def forward(self, *inputs):
         return F.scaled_dot_product_attention(*inputs)
+
+
+class WithOwnForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.forward = Attention().forward
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -595,8 +603,9 @@ def test_the_output_may_be_written_to_in_place(schedule, ndim):
     torch.testing.assert_close(got, step(*tensors))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
+def test_a_checkpoint_is_recomputed_in_its_block(depth, reentrant):
     """Outside the block its gradients would be those of attention within a shard. Functions without
     attention may be recomputed anywhere, and another block of the same order will do."""
     tensors = sequences(16)
@@ -609,7 +618,7 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
 
     def checkpointed(function, *inputs):
         for _ in range(depth):
-            function = functools.partial(checkpoint, function, use_reentrant=True)
+            function = functools.partial(checkpoint, function, use_reentrant=reentrant)
         return function(*inputs)
 
     def body(mesh):
@@ -620,7 +629,7 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
             harmless = checkpointed(torch.sin, shards[0]).sum()
             out.backward()
         grads = [x.grad.clone() for x in shards]
-        with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+        with pytest.raises(ContextParallelError, match="recomputed outside"):
             other.backward()
         harmless.backward()
         torch.testing.assert_close(shards[0].grad, grads[0] + shards[0].cos())
@@ -631,6 +640,50 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
 
     for got, true in zip(zip(*on_mesh(2, body), strict=True), want, strict=True):
         torch.testing.assert_close(torch.cat(got, 2), true)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["compiled", "flex", "compiled varlen"])
+def test_a_checkpoint_with_other_attention_is_recomputed_in_its_block(kind, reentrant):
+    """Graphs of use_reentrant=False and earlier ones of True, and flex_attention in one of True,
+    were silently local outside."""
+
+    def attend(x):
+        if kind == "flex":
+            own = x.detach()  # torch has no gradients of it on CPU
+            return flex_attention(own, own, own) + x.sin()
+        if kind == "compiled varlen":
+            return varlen_attn(*[x[0].transpose(0, 1)] * 3, starts, starts, 16, 16)
+        return F.scaled_dot_product_attention(x, x, x)
+
+    torch._dynamo.reset()
+    starts = torch.tensor([0, 16], dtype=torch.int32)
+    function = attend if kind == "flex" else torch.compile(attend, backend="aot_eager")
+    with fake_ranks(2) as mesh:
+        for _ in range(2):
+            x = sequences(8)[0].requires_grad_()
+            with context_parallel(mesh, balancer=None):
+                out = checkpoint(function, x, use_reentrant=reentrant)
+            with pytest.raises(ContextParallelError, match="recomputed outside"):
+                out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_recomputed_in_a_block_of_the_same_order(reentrant):
+    """Of the same ranks, too. Functions without attention do not mind."""
+    with fake_ranks(2, 2, names=("dp", "cp")) as mesh:
+        others = {"mesh": mesh["dp"], "balancer": None}, {"mesh": mesh["cp"]}
+        for function in (lambda x: F.scaled_dot_product_attention(x, x, x), torch.sin):
+            for other in others:
+                x = sequences(8)[0].requires_grad_()
+                with context_parallel(mesh["cp"], balancer=None):
+                    out = checkpoint(function, x, use_reentrant=reentrant)
+                with context_parallel(**other):
+                    if function is torch.sin:
+                        out.sum().backward()
+                        continue
+                    with pytest.raises(ContextParallelError, match="recomputed outside"):
+                        out.sum().backward()
 
 
 def test_blocks_nest_and_follow_each_other():
@@ -683,20 +736,23 @@ def test_unshard_goes_by_the_order_of_the_block(order):
 
 
 def test_a_style_is_for_more_than_one_world():
-    """Meshes of the same ranks are equal, and it took the groups of the first one."""
+    """Meshes of the same ranks are equal, and it took the groups of the first one, as a module did
+    that was in the style in the first world already."""
     query, key, value = sequences(16)
     want = F.scaled_dot_product_attention(query, key, value).chunk(2, 2)
     styles = [cp_dispatch.ContextParallel(balancer=None) for _ in range(4)]
+    olds = [(Attention(), WithOwnForward()) for _ in range(4)]
 
     def body(groups: int, rank: int) -> None:
         for _ in range(groups):
             dist.new_group([0, 2])
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
-        module = parallelize_module(Attention(), mesh, styles[rank])
         at = mesh.get_local_rank()
-        torch.testing.assert_close(
-            module(*(x.chunk(2, 2)[at] for x in (query, key, value))), want[at]
-        )
+        for module in (Attention(), *olds[rank]):
+            parallelize_module(module, mesh, styles[rank])
+            torch.testing.assert_close(
+                module(*(x.chunk(2, 2)[at] for x in (query, key, value))), want[at]
+            )
 
     for groups in (0, 3):
         run_threads(4, functools.partial(body, groups))

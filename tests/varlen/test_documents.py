@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
+from cp_dispatch.varlen import exchange
 from cp_dispatch.varlen import plan as plan_module
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.documents import Documents, Window, pieces_of, union
@@ -157,6 +159,17 @@ def test_opcheck():
         torch.library.opcheck(BACKWARD, arguments)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     assert torch.autograd.gradcheck(lambda *x: FORWARD(*x, *options)[0], wide)
+
+
+@pytest.mark.parametrize("rest, most", [(0, 32), (1, 32), (1, 0)])
+def test_gradients_are_in_the_dtypes_of_their_tensors(monkeypatch, rest, most):
+    """The kernel for CPU returns wider ones. Also for keys of no document, and for many runs."""
+    monkeypatch.setattr(exchange, "_MOST_SUMS", most)
+    problem = VarlenProblem((3, 5), dtype=torch.bfloat16, rest=rest)
+    *tensors, grad = problem.tensors()
+    options = [*problem.starts(), [-1, 0], None, *problem.totals, False, [], 0, "", ""]
+    grads = BACKWARD(grad, *tensors, *FORWARD(*tensors, *options), *options, True)
+    assert [x.dtype for x in grads] == [torch.bfloat16] * 3
 
 
 def test_explain():

@@ -124,6 +124,8 @@ def test_many_runs_of_keys(monkeypatch, window):
     problem = VarlenProblem((5, 20, 1, 9, 13), window=window, key_heads=2)
     judge(problem, 3)
     judge(problem, 3, layout=PerDocumentHeadTail([[5, 20, 1, 9, 13]], 3))
+    problem = VarlenProblem((40, 56), dtype=BF16, window=window, key_heads=2, dim=16)
+    judge(problem, 4, layout=HeadTail(96, 4))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
