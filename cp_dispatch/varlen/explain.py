@@ -16,7 +16,7 @@ from cp_dispatch.varlen.job import documents_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
 from cp_dispatch.varlen.refusal import PLAIN_SHARDS, placements_of_keys
 from cp_dispatch.varlen.rule import local_starts
-from cp_dispatch.varlen.traffic import traffic_of
+from cp_dispatch.varlen.traffic import rows_given
 
 
 @torch.no_grad()
@@ -67,10 +67,7 @@ def explain_varlen(
     layout = "" if plan.layout is None else plan.layout.text
     owned = [ownership(n, plan.ring_shape, layout) for n in lengths]
     try:
-        rows = tuple(
-            traffic_of(documents, call.window, *owned, rank).given_rows
-            for rank in range(plan.world_size)
-        )
+        rows = rows_given(documents, call.window, *owned)
     except ContextParallelError as error:
         return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
     wanted = [placements_of_keys(query.placements)] * 2
