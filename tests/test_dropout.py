@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from cp_dispatch.dispatch import _origin
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.layouts import Span, Tile, natural, selector
+from cp_dispatch.layouts.tiles import Part, ShardSpans
 from tests.ranks import fake_ranks, outline
 
 CPU = torch.device("cpu")
@@ -27,7 +28,10 @@ def dropout(p=0.5, seed=1, batch_start=0, head_start=0, heads=1, query_length=64
 
 def block(rows: int, keys: int, row=0, key=0) -> Tile:
     """A tile that starts at these global positions."""
-    return Tile(0, rows, 0, keys, False, (Span(row, rows),), (Span(key, keys),))
+    at_row, at_key = (
+        Part(ShardSpans((Span(*own),)), 0, own[1]) for own in ((row, rows), (key, keys))
+    )
+    return Tile(0, rows, 0, keys, False, at_row, at_key)
 
 
 def coins(rows, keys, batch=1, heads=1, row=0, key=0, **options) -> torch.Tensor:

@@ -10,7 +10,7 @@ import cp_dispatch.ops as ops
 from cp_dispatch import HeadTail
 from cp_dispatch.backends import BACKENDS
 from cp_dispatch.dropout import Dropout
-from cp_dispatch.layouts import Span, Tile
+from cp_dispatch.layouts import natural
 from tests.backends.formula import BROADCASTS, Case, attention, with_gradients
 from tests.distributed.sharded import distribute
 from tests.ranks import SEQUENCE, fake_ranks
@@ -29,7 +29,7 @@ def options(mask=None, seed=None, p=0.0, causal=False, scale=CASE.scale):
 
 def factors(seed: torch.Tensor, p: float) -> torch.Tensor:
     return Dropout(p, seed, *ORIGIN, 6).factors(
-        Tile(0, 6, 0, 9, False, (Span(0, 6),), (Span(0, 9),)), 2, 4, torch.float64
+        natural(6, 9, (1,), False).tiles(0, 0)[0], 2, 4, torch.float64
     )
 
 

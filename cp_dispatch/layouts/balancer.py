@@ -75,8 +75,7 @@ class Balancer:
 
     @functools.cached_property
     def _spans(self) -> tuple[tuple[Spans, ...], ...]:
-        rows = self._assign()
-        return tuple(tuple(coalesce(row[rank]) for row in rows) for rank in range(self.world_size))
+        return _assigned(self.outline)
 
     @functools.cached_property
     def indices(self) -> torch.Tensor:
@@ -139,7 +138,7 @@ class Balancer:
         lines = [
             f"{type(self).__name__}: {self.seq_len} positions on {self.world_size} ranks, "
             f"rows per rank {_counts(self.shard_lengths)}",
-            f"imbalance {self.imbalance():.4f} (natural order {self.natural_imbalance():.4f}), "
+            f"imbalance {max_over_mean(work):.4f} (natural order {self.natural_imbalance():.4f}), "
             f"work per rank {min(work):,} to {max(work):,}",
         ]
         return "\n".join(lines + self._notes())
@@ -177,6 +176,13 @@ class Balancer:
         kept = {name: x for name, x in found if name not in ("indices", "inverse")}
         vars(outline).update(kept, _outline=None)
         return outline
+
+
+# Once for a balancer and those that ops read from its text.
+@functools.lru_cache(maxsize=32, typed=True)
+def _assigned(balancer: Balancer) -> tuple[tuple[Spans, ...], ...]:
+    rows = balancer._assign()
+    return tuple(tuple(coalesce(row[rank]) for row in rows) for rank in range(balancer.world_size))
 
 
 @functools.lru_cache(maxsize=32)  # a balancer may have made indices of all positions

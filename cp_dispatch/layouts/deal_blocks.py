@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 from collections.abc import Sequence
 
@@ -65,8 +64,6 @@ def _loads(owned: Sequence[Sequence[int]], work: Sequence[float], base: Sequence
     ]
 
 
-# Once for a balancer and those that ops read from its text.
-@functools.lru_cache(maxsize=32)
 def _deal_near(work: tuple[float, ...], world_size: int, base: tuple[float, ...]):
     """Natural order if it is balanced, else the deal for which the fewest keys travel."""
     each = len(work) // world_size

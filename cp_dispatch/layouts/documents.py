@@ -6,7 +6,7 @@ import bisect
 import functools
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cp_dispatch.errors import ContextParallelError
@@ -72,21 +72,23 @@ class PerDocumentHeadTail(Balancer):
     @functools.cached_property
     def document_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """``[batch row][document][rank]``: how many rows of a document a rank owns."""
-        return tuple(
-            tuple(tuple(sum(s.length for s in spans) for spans in ranks) for ranks in documents)
-            for documents in self._documents
-        )
+        return tuple(map(tuple, self._shares_of_documents()))
+
+    def _shares_of_documents(self) -> Iterator[Iterator[tuple[int, ...]]]:
+        for documents in self._documents():
+            yield (tuple(sum(s.length for s in spans) for spans in dealt) for dealt in documents)
 
     def _arguments(self) -> list:
         return [self.doc_lengths, self.world_size]
 
-    @functools.cached_property
-    def _documents(self) -> list[list[list[list[Span]]]]:
-        """``[batch row][document][rank]`` -> spans."""
+    def _documents(self) -> Iterator[Iterator[list[list[Span]]]]:
+        """``[batch row][document][rank]`` -> spans, to be read in this order."""
+        # One after the other: 1,000 documents on 64 ranks would be 200,000 objects at a time, for
+        # which Python collects garbage again and again.
         work = [0] * self.world_size
-        return [list(self._deal(lengths, work)) for lengths in self.doc_lengths]
+        return (self._deal(lengths, work) for lengths in self.doc_lengths)
 
-    def _deal(self, lengths: Sequence[int], work: list[int]):
+    def _deal(self, lengths: Sequence[int], work: list[int]) -> Iterator[list[list[Span]]]:
         """Spans of every rank, document by document; adds to the ranks' work."""
         ranks = range(self.world_size)
         given = [0] * self.world_size
@@ -125,11 +127,13 @@ class PerDocumentHeadTail(Balancer):
         return rows
 
     def _assign(self):
-        return [
-            [[span for ranks in documents for span in ranks[rank]]
-             for rank in range(self.world_size)]
-            for documents in self._documents
-        ]  # fmt: skip
+        rows = []
+        for documents in self._documents():
+            rows.append([[] for _ in range(self.world_size)])
+            for dealt in documents:
+                for own, spans in zip(rows[-1], dealt, strict=True):
+                    own += spans
+        return rows
 
     def _work_before(self, row: int, position: int) -> int:
         return self._pairs[row].before(position)
@@ -140,15 +144,16 @@ class PerDocumentHeadTail(Balancer):
 
     def _notes(self) -> list[str]:
         pieces, shown = 2 * self.world_size, 5
-        notes = [
-            f"row {row}, document {i}: {length} positions are not a multiple of 2 x "
+        notes = (
+            f"row {row}, document {i}: {sum(counts)} positions are not a multiple of 2 x "
             f"{self.world_size} ranks, which own {', '.join(map(str, counts))}"
-            for row, lengths in enumerate(self.doc_lengths)
-            for i, (length, counts) in enumerate(zip(lengths, self.document_rows[row], strict=True))
-            if length % pieces
-        ]
-        more = [f"... and {len(notes) - shown} more"] if len(notes) > shown else []
-        return notes[:shown] + more
+            for row, documents in enumerate(self._shares_of_documents())
+            for i, counts in enumerate(documents)
+            if sum(counts) % pieces
+        )
+        count = sum(length % pieces > 0 for lengths in self.doc_lengths for length in lengths)
+        more = [f"... and {count - shown} more"] if count > shown else []
+        return [*itertools.islice(notes, shown), *more]
 
 
 class DocumentPairs:

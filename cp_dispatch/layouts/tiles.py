@@ -29,12 +29,53 @@ keys (owners before the rank) or the tail half of the rows with all keys (owners
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cp_dispatch.layouts.spans import Span
+
+
+class Part(NamedTuple):
+    """Consecutive rows of a shard. Their spans are worked out only where they are read, for masks
+    and dropout: documents make thousands of tiles, with thousands of spans of keys each."""
+
+    shard: ShardSpans
+    start: int
+    length: int
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.shard.cut(self.start, self.length)
+
+
+@dataclass(frozen=True)
+class ShardSpans:
+    """The spans of the rows of a shard, which its parts share."""
+
+    spans: tuple[Span, ...]
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return _starts(self.spans)
+
+    def cut(self, start: int, length: int) -> tuple[Span, ...]:
+        """The spans of local rows ``[start, start + length)``."""
+        # Documents make thousands of spans and tiles, so no tile may look at all spans.
+        spans, starts = self.spans, self._starts
+        stop = min(start + length, starts[-1])
+        parts = []
+        for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
+            span = spans[i]
+            first, last = max(start - starts[i], 0), min(stop - starts[i], span.length)
+            if first == 0 and last == span.length > 0:
+                parts.append(span)
+            elif first < last:
+                parts.append(Span(span.position + first, last - first))
+        return tuple(parts)
 
 
 class Tile(NamedTuple):
@@ -48,37 +89,33 @@ class Tile(NamedTuple):
     key_start: int
     key_length: int
     causal: bool
-    #: Global positions of the rows and of the keys.
-    query_spans: tuple[Span, ...]
-    key_spans: tuple[Span, ...]
+    #: Where the shards have the rows and the keys; None if nobody asks for their global positions.
+    query: Part | None = None
+    key: Part | None = None
     #: The place of the first key among all keys, shard after shard.
     key_place: int = 0
     #: The one batch row that this is for, None for all.
     row: int | None = None
 
+    @property
+    def query_spans(self) -> tuple[Span, ...]:
+        """Global positions of the rows."""
+        return self.query.spans
+
+    @property
+    def key_spans(self) -> tuple[Span, ...]:
+        """Global positions of the keys."""
+        return self.key.spans
+
 
 def cut(spans: tuple[Span, ...], start: int, length: int) -> tuple[Span, ...]:
     """The spans of local rows ``[start, start + length)`` of a shard."""
-    return _cut(spans, _starts(spans), start, length)
+    return ShardSpans(spans).cut(start, length)
 
 
 def _starts(spans: tuple[Span, ...]) -> list[int]:
     """The local row at which each span begins, and the number of all rows."""
     return list(itertools.accumulate((span.length for span in spans), initial=0))
-
-
-def _cut(spans, starts: list[int], start: int, length: int) -> tuple[Span, ...]:
-    # Documents make thousands of spans and tiles, so no tile may look at all spans.
-    stop = min(start + length, starts[-1])
-    parts = []
-    for i in range(bisect_right(starts, start) - 1, bisect_left(starts, stop)):
-        span = spans[i]
-        first, last = max(start - starts[i], 0), min(stop - starts[i], span.length)
-        if first == 0 and last == span.length > 0:
-            parts.append(span)
-        elif first < last:
-            parts.append(Span(span.position + first, last - first))
-    return tuple(parts)
 
 
 def tiles(
@@ -87,13 +124,13 @@ def tiles(
     """The tiles of the rows of ``query`` with the keys of ``key``, those with the most rows first:
     a tile that covers all rows starts a result without a merge. See Note [Tiles]."""
     rectangles = sorted(_rectangles(query, key, causal), key=lambda r: (-r[1], r[0], r[2]))
-    row_starts, key_starts = _starts(query), _starts(key)
+    rows, keys = ShardSpans(query), ShardSpans(key)
     return tuple(
         Tile(
-            row, rows, column, columns, is_causal, _cut(query, row_starts, row, rows),
-            _cut(key, key_starts, column, columns), key_place + column,
+            *rectangle, Part(rows, *rectangle[:2]), Part(keys, *rectangle[2:4]),
+            key_place + rectangle[2],
         )
-        for row, rows, column, columns, is_causal in rectangles
+        for rectangle in rectangles
     )  # fmt: skip
 
 
@@ -116,7 +153,8 @@ def _rectangles(query, key, causal: bool) -> Iterator[tuple[int, int, int, int, 
         at = bisect_right(ends, span.position)
         column = columns_before[at]
         whole: list[tuple[int, int]] = [(0, column)] if column else []
-        for k in key[at:]:
+        for index in range(at, len(key)):
+            k = key[index]
             if ends and k.position >= span.position + span.length:
                 break
             if k.position + k.length <= span.position:

@@ -206,7 +206,7 @@ def blocks(plan: Plan, rank: int) -> tuple[int, int]:
         return schedule.blocks(plan, rank)
     everyone = plan.schedule in RINGS + GATHERS
     owners = range(plan.world_size) if everyone else (rank,)
-    return sum(bool(plan.geometry.tiles(rank, owner)) for owner in owners), len(owners)
+    return sum(plan.geometry.sees(rank, owner) for owner in owners), len(owners)
 
 
 def _rows_sent(plan: Plan, rank: int) -> list[int]:

@@ -8,7 +8,9 @@ segments with the same history are combined together, so a window takes one laun
 
 from __future__ import annotations
 
-import functools
+import itertools
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.bounded import ByWeight
 from cp_dispatch.layouts import Tile
 from cp_dispatch.native.merge import is_token_major, merge_partials, token_major
 
@@ -52,14 +55,16 @@ class _Segment:
     source: _Source | None = None
 
 
-@functools.lru_cache(maxsize=1024)
-def _segments(windows: tuple[tuple[int, int], ...], length: int) -> list[tuple[int, int, int]]:
+def _make_segments(windows: tuple[tuple[int, int], ...], length: int) -> list[tuple[int, int, int]]:
     """Start, stop and number of partial results of each segment; a window is ``(start, stop)``."""
-    edges = sorted({0, length, *(edge for window in windows for edge in window)})
-    return [
-        (a, b, sum(start <= a and b <= stop for start, stop in windows))
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    begin, end = Counter(start for start, _ in windows), Counter(stop for _, stop in windows)
+    edges = sorted({0, length, *begin, *end})
+    counts = itertools.accumulate(begin[edge] - end[edge] for edge in edges)
+    return [(*both, count) for both, count in zip(itertools.pairwise(edges), counts, strict=False)]
+
+
+# Documents make thousands of windows, and data may come in another layout at every step.
+_segments = ByWeight(_make_segments, lambda found: 1 + len(found), most=2**16)
 
 
 class _Accumulator:
@@ -109,9 +114,9 @@ class _Accumulator:
     def _groups(self, row, start: int, stop: int) -> Iterator[list[_Segment]]:
         """Segments of a window; adjacent ones with the same history are grouped."""
         group: list[_Segment] = []
-        for segment in self._rows[row]:
-            if segment.start < start or segment.stop > stop:
-                continue
+        segments = self._rows[row]
+        edges = (bisect_left(segments, edge, key=lambda x: x.start) for edge in (start, stop))
+        for segment in segments[slice(*edges)]:
             if group and (segment.source, segment.left) != (group[-1].source, group[-1].left):
                 yield group
                 group = []

@@ -57,7 +57,7 @@ class _Gather:
         dtype = job.backend.output_dtype(query.dtype)
         lse_dtype = job.backend.logsumexp_dtype(query.dtype)
         halves = job.dropout is None and _are_halves(own, query, key, value)
-        done = (Tile(0, query.size(2), 0, query.size(2), True, (), ()),) if halves else own
+        done = (Tile(0, query.size(2), 0, query.size(2), True),) if halves else own
         result = OutputAccumulator(query, value.size(-1), done + rest, dtype, lse_dtype)
         with keys.coming(), part("gather[home]"):
             if halves:

@@ -52,9 +52,9 @@ def plan_of(geometry: Geometry, rank: int) -> Plan:
         (whole,) = tiles(queries, spans, False, 0) or (None,)
         if whole is None:
             return Plan((), (), 1)
-        own = _of_keys(whole, spans, rank * length, length)
-        before = _of_keys(whole, spans, 0, rank * length)
-        after = _of_keys(whole, spans, (rank + 1) * length, (world_size - 1 - rank) * length)
+        own = _of_keys(whole, rank * length, length)
+        before = _of_keys(whole, 0, rank * length)
+        after = _of_keys(whole, (rank + 1) * length, (world_size - 1 - rank) * length)
         return Plan(
             (own._replace(key_start=0),),
             tuple(tile for tile in (before, after) if tile.key_length),
@@ -104,11 +104,10 @@ def _of_others(geometry: Geometry, rank: int) -> list[tuple[tuple[Span, ...], in
     return sorted(found) if geometry.causal else found
 
 
-def _of_keys(tile: Tile, spans: tuple[Span, ...], start: int, length: int) -> Tile:
+def _of_keys(tile: Tile, start: int, length: int) -> Tile:
     """Cuts a tile of all keys to a range of them."""
-    return tile._replace(
-        key_start=start, key_length=length, key_place=start, key_spans=cut(spans, start, length)
-    )
+    key = tile.key._replace(start=start, length=length)
+    return tile._replace(key_start=start, key_length=length, key_place=start, key=key)
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:

@@ -268,4 +268,4 @@ def blocks(schedule, plan: Plan, rank: int) -> tuple[int, int]:
         return 1, 1
     coarse = schedule.coarse(plan.geometry)
     groups, own = coarse.world_size, rank // schedule.ranks
-    return sum(bool(coarse.tiles(own, owner)) for owner in range(groups)), groups
+    return sum(coarse.sees(own, owner) for owner in range(groups)), groups

@@ -56,7 +56,7 @@ class _OneBlock:
         output, logsumexp = result.finish()
         if not merging:
             return output, logsumexp
-        rows = Tile(0, query.size(2), 0, 0, False, (), ())
+        rows = Tile(0, query.size(2), 0, 0, False)
         every = [rows] * job.ring.world_size
         result = OutputAccumulator(query, value.size(-1), every, dtype, lse_dtype)
         parts = job.ring.all_gather(output.transpose(1, 2)), job.ring.all_gather(logsumexp)

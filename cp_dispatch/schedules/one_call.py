@@ -144,4 +144,4 @@ def blocks(plan: Plan, rank: int) -> tuple[int, int]:
     """The number of blocks that ``rank`` computes, and the number of all its blocks."""
     found: Geometry = plan.geometry
     owners = range(plan.world_size)
-    return sum(bool(found.tiles(rank, owner)) for owner in owners), len(owners)
+    return sum(found.sees(rank, owner) for owner in owners), len(owners)

@@ -54,7 +54,7 @@ class _Hops:
         return (self.rank + hop) % self.world_size
 
     def sees(self, rank: int, owner: int) -> bool:
-        return bool(self.geometry.tiles(rank, owner))
+        return self.geometry.sees(rank, owner)
 
     def room(self, rank: int, hop: int, length: int, as_rows: bool = False) -> Sequence[Tensor]:
         """Views ``(B, H, length, D)`` of the data that arrives on a rank at a hop; ``as_rows``: in

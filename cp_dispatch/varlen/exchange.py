@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -33,7 +34,11 @@ class Exchange:
         # The parts of the sums: this rank's first, then those of other ranks in ascending order.
         self._takers = [taker for taker, count in enumerate(self._given) if count]
         self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
-        self._places = tuple(place for runs in self._runs for place in in_turn(runs))
+
+    @functools.cached_property
+    def _places(self) -> tuple:
+        """Those of the sums, if these are few."""
+        return tuple(place for runs in self._runs for place in in_turn(runs))
 
     def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[list[Tensor]]:
         """This rank's compact keys and compact values, each as the parts from every rank; ``key``

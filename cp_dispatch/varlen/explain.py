@@ -18,7 +18,7 @@ from cp_dispatch.varlen.plain import check_form, plan_of, words
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
 from cp_dispatch.varlen.refusal import placements_of_keys
 from cp_dispatch.varlen.rule import local_starts
-from cp_dispatch.varlen.traffic import traffic_of
+from cp_dispatch.varlen.traffic import rows_given
 
 
 @torch.no_grad()
@@ -101,10 +101,7 @@ def _with_rows(
     layout = "" if plan.layout is None else plan.layout.text
     owned = [ownership(n, plan.ring_shape, layout) for n in lengths]
     try:
-        rows = tuple(
-            traffic_of(documents, call.window, *owned, rank).given_rows
-            for rank in range(plan.world_size)
-        )
+        rows = rows_given(documents, call.window, *owned)
     except ContextParallelError as error:
         return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
     return dataclasses.replace(plan, rows_sent=rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,7 +33,8 @@ class CallKeys:
         for place in self._places:
             for span in place:
                 append(spans, *span)
-        self._runs = list(_by_owner(spans, traffic.takes))
+        # No more of them than are counted: documents make thousands, on each of many ranks.
+        self._runs = list(itertools.islice(_by_owner(spans, traffic.takes), _MOST_RUNS + 1))
         self._many = Selector(tuple(spans), device) if len(self._runs) > _MOST_RUNS else None
         #: The places of compact keys and of the kernel's keys, in the form for
         #: :func:`~cp_dispatch.native.parts.add_up`.

@@ -8,9 +8,13 @@ order of the owner's shard. In natural order this is their original order.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.errors import ContextParallelError
@@ -57,25 +61,61 @@ class Traffic:
             position, length, index = position + here, length - here, index + 1
         return found
 
-    @property
-    def given_rows(self) -> int:
-        """The number of rows that this rank sends in a forward."""
-        return sum(span.length for spans in self.gives for span in spans)
+
+class Needs(NamedTuple):
+    """What all ranks attend: each rank's pieces, the positions of its keys, and whether several
+    pieces of some rank attend the same key."""
+
+    pieces: list[tuple[Piece, ...]]
+    keys: list[tuple[Span, ...]]
+    shared: bool
 
 
-def traffic_of(
-    documents: Documents, window: Window, queries: Ownership, keys: Ownership, rank: int
-) -> Traffic:
-    """The moves of ``rank``.
+def needs_of(documents: Documents, window: Window, queries: Ownership) -> Needs:
+    """The needs of all ranks.
 
     Raises:
         ContextParallelError: on every rank, if a layout cuts documents into so many runs that some
             rank would hold every key many times.
     """
-    ranks = range(keys.world_size)
+    ranks = range(queries.world_size)
     pieces = [tuple(pieces_of(documents, window, queries.spans(r))) for r in ranks]
     needs = [union([Span(x.key, x.keys) for x in own]) for own in pieces]
     shared = [_are_shared(*both) for both in zip(pieces, needs, strict=True)]
+    return Needs(pieces, needs, any(shared))
+
+
+def rows_given(
+    documents: Documents, window: Window, queries: Ownership, keys: Ownership
+) -> tuple[int, ...]:
+    """The number of rows that each rank sends in a forward. Raises as :func:`needs_of`."""
+    needs = needs_of(documents, window, queries).keys
+    # From each of these positions on, as many ranks more (or fewer) need the keys.
+    more = Counter(span.position for own in needs for span in own)
+    more.subtract(sum(span) for own in needs for span in own)
+    edges = sorted(more)
+    takers = list(itertools.accumulate(map(more.__getitem__, edges), initial=0))
+    sizes = (b - a for a, b in itertools.pairwise([0, *edges]))
+    sums = list(itertools.accumulate(map(operator.mul, takers, sizes)))
+
+    def before(position: int) -> int:
+        """The rows that ranks need, each as often as it is needed, before a position."""
+        at = bisect_right(edges, position) - 1
+        return sums[at] + takers[at + 1] * (position - edges[at]) if at >= 0 else 0
+
+    return tuple(
+        sum(before(sum(span)) - before(span.position) for span in owned)
+        - _length(_rows(owned, needs[rank]))
+        for rank, owned in enumerate(keys.spans(rank) for rank in range(keys.world_size))
+    )
+
+
+def traffic_of(
+    documents: Documents, window: Window, queries: Ownership, keys: Ownership, rank: int
+) -> Traffic:
+    """The moves of ``rank``. Raises as :func:`needs_of`."""
+    ranks = range(keys.world_size)
+    pieces, needs, shared = needs_of(documents, window, queries)
     owned = [keys.spans(r) for r in ranks]
     gives = [_rows(owned[rank], needs[taker]) for taker in ranks]
     places, takes = [], []
@@ -93,7 +133,7 @@ def traffic_of(
         tuple(takes),
         tuple(sorted(places)),
         any(_length(needs[r]) > _length(_rows(owned[r], needs[r])) for r in ranks),
-        any(shared),
+        shared,
         keys.rows(rank),
     )
 

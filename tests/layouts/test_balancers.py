@@ -20,7 +20,8 @@ from cp_dispatch import (
     PerDocumentHeadTail,
     create_cp_block_mask,
 )
-from cp_dispatch.layouts import Span, from_text
+from cp_dispatch.layouts import Span, documents, from_text
+from cp_dispatch.layouts.balancer import Balancer
 from tests.ranks import fake_ranks
 
 world_sizes = st.integers(1, 9)
@@ -359,6 +360,40 @@ def test_messages_do_not_list_thousands_of_documents():
     assert str(few) == repr(few) == "PerDocumentHeadTail(doc_lengths=((8, 4),), world_size=2)"
     many = PerDocumentHeadTail([[8] * 4000, [16] * 2000], 2)
     assert str(many) == "PerDocumentHeadTail(6000 documents in 2 batch rows, world_size=2)"
+
+
+def test_documents_are_dealt_once(monkeypatch):
+    """Also for the balancer that ops read from its text. A report deals out what it shows."""
+    dealt, of = [], documents.head_tail
+    monkeypatch.setattr(documents, "head_tail", lambda *x: dealt.append(x) or of(*x))
+    lengths = [1 + i % 7 for i in range(1003)]
+    balancer = PerDocumentHeadTail(lengths, 4)
+    from_text.cache_clear()
+    assert from_text(balancer.text).spans(1) == balancer.outline.spans(1) == balancer.spans(1)
+    assert len(dealt) == len(lengths)
+    assert balancer.explain().endswith("... and 998 more")
+    assert len(dealt) < len(lengths) + 10
+    assert len(balancer.document_rows[0]) == len(lengths)
+
+
+def test_balancers_with_one_text_may_be_of_two_classes():
+    """Classes that somebody defines anew, as in a notebook."""
+
+    def mine(of_rank):
+        class Mine(Balancer):
+            seq_len, world_size = 4, 2
+
+            def _arguments(self):
+                return [4, 2]
+
+            def _assign(self):
+                return [[[Span(2 * of_rank(rank), 2)] for rank in range(2)]]
+
+        return Mine()
+
+    first, last = mine(lambda rank: rank), mine(lambda rank: 1 - rank)
+    assert first.text == last.text
+    assert first.spans(0) == last.spans(1) == ((Span(0, 2),),)
 
 
 def test_refuses_block_masks_that_do_not_fit():

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, ContextParallelError
 from cp_dispatch.layouts import deal_blocks, from_text
+from cp_dispatch.layouts.balancer import _assigned
 from cp_dispatch.layouts.deal_blocks import _even_out
 from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from tests.layouts.test_balancers import owners, random_documents
@@ -250,6 +251,7 @@ def test_the_same_everywhere():
     spans = [one.spans(rank) for rank in range(4)]
     random.seed(8)
     from_text.cache_clear()
+    _assigned.cache_clear()
     other = from_text(one.text)
     assert other is not one and [other.spans(rank) for rank in range(4)] == spans
 

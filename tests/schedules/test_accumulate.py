@@ -1,5 +1,6 @@
 """Partial results of any windows of rows, combined: outputs and gradients."""
 
+import itertools
 import weakref
 
 import pytest
@@ -17,7 +18,7 @@ from tests.native.test_merge import DTYPES, INF, SHAPE, assert_as_good, formula6
 
 
 def window(start: int, length: int, row: int | None = None) -> Tile:
-    return Tile(start, length, 0, 0, False, (), (), row=row)
+    return Tile(start, length, 0, 0, False, row=row)
 
 
 def windows(order: str) -> list[Tile]:
@@ -107,6 +108,33 @@ def test_rows_that_are_combined_in_place_are_cut_once(monkeypatch):
         rows = *SHAPE[:2], tile.query_length, SHAPE[3]
         result.add(*partial(torch.float32, rows), tile)
     assert places == [(True, 4), (True, 6)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=8))
+def test_segments_are_the_rows_between_edges(rows):
+    found = [(start, start + length) for start, length in rows]
+    edges = sorted({0, 30, *(edge for window in found for edge in window)})
+    assert accumulate._make_segments(tuple(found), 30) == [
+        (a, b, sum(start <= a and b <= stop for start, stop in found))
+        for a, b in itertools.pairwise(edges)
+    ]
+
+
+def test_a_window_looks_at_its_own_segments_alone(monkeypatch):
+    """With 1,000 documents a shard has thousands of each."""
+    count, asked = 500, []
+
+    def counted(segment, name):
+        asked.append(name)
+        return object.__getattribute__(segment, name)
+
+    out, lse = torch.zeros(1, 1, count, 4), torch.zeros(1, 1, count)
+    rows = [window(i, 1) for i in range(count)]
+    result = OutputAccumulator(out, 4, rows, torch.float32, torch.float32)
+    monkeypatch.setattr(accumulate._Segment, "__getattribute__", counted, raising=False)
+    for tile in rows:
+        result.add(out[:, :, :1], lse[:, :, :1], tile)
+    assert len(asked) < 100 * count
 
 
 @pytest.mark.parametrize("order", ORDERS)

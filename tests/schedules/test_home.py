@@ -14,7 +14,7 @@ from cp_dispatch.schedules.home import Gradients, divided
 from cp_dispatch.schedules.job import Job
 
 LENGTH = 6
-WHOLE = Tile(0, LENGTH, 0, LENGTH, True, (), ())
+WHOLE = Tile(0, LENGTH, 0, LENGTH, True)
 
 
 def tensors(heads: int, key_heads: int):
