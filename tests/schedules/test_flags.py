@@ -49,6 +49,7 @@ def told(monkeypatch):
     monkeypatch.setattr(mailbox, "push_rows", op("push", slice(3, None)))
     monkeypatch.setattr(mailbox, "join_streams", op("join", slice(1, None)))
     monkeypatch.setattr(mailbox, "numbers_of", op("numbers", slice(1, None)))
+    monkeypatch.setattr(mailbox, "load_kernels", lambda *_: None)
     monkeypatch.setattr(mailbox, "current_raw_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: told.capturing)
     monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
@@ -99,6 +100,7 @@ def test_of_all_peers(told):
         (lambda: box.wait(), ("join", STREAM, False)),
         (lambda: box.release(), ("join", STREAM, True)),
         (lambda: box.numbers([], (box, other)), ("numbers", both, frees, full, fulls)),
+        (lambda: box.pull_numbers([], []), ("numbers", [], free, frees, full, fulls)),
     ):  # fmt: skip
         step()
         assert told.calls == [expected]
