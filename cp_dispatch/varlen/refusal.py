@@ -43,7 +43,7 @@ _MOST_HEAD_DIM = 256
 def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
     """All reasons why the call is not supported; empty if it is."""
     reasons = [
-        f"{name} is not supported on DTensors; {instead}"
+        f"{name} is not supported across ranks; {instead}"
         for name, instead in _INFERENCE_ONLY.items()
         if getattr(call, name) is not None
     ]
