@@ -54,6 +54,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = [
     "CausalBiasDispatch",
+    "CheckpointFrameInit",
     "DTensorSpec",
     "OpSchema",
     "OpSpec",
@@ -107,6 +108,7 @@ __all__ = [
     "plain_kernel",
     "profiler_is_on",
     "put_known_sizes",
+    "recompute_in_forward",
     "register_op_strategy",
     "remove_subclass_rule",
     "resolve_group",
@@ -300,6 +302,8 @@ def set_plain_kernel(op: torch._ops.HigherOrderOperator, dispatch_key, kernel) -
 class StaticMethod:
     """A static method of a torch class that can be read, replaced and restored."""
 
+    _kind = staticmethod  # for subclasses to change
+
     def __init__(self, owner: type, name: str):
         self._owner, self._name = owner, name
         self._before = self._put = None
@@ -309,7 +313,7 @@ class StaticMethod:
 
     def put(self, function) -> None:
         self._before, self._put = self._owner.__dict__[self._name], function
-        setattr(self._owner, self._name, staticmethod(function))
+        setattr(self._owner, self._name, self._kind(function))
 
     def restore(self) -> None:
         if self._put is not None and self.get() is self._put:
@@ -330,6 +334,21 @@ class ReentrantForward(StaticMethod):
 
     def __init__(self):
         super().__init__(torch.utils.checkpoint.CheckpointFunction, "forward")
+
+
+class CheckpointFrameInit(StaticMethod):
+    """The ``init(frame, recompute, *args)`` of a checkpoint with ``use_reentrant=False``. It then
+    calls its function, which ``recompute`` calls again in the backward."""
+
+    def __init__(self):
+        super().__init__(torch.utils.checkpoint._CheckpointFrame, "__init__")
+
+    _kind = staticmethod(lambda function: function)
+
+
+def recompute_in_forward(frame):
+    """The ``recompute`` of such a checkpoint until its function has returned, then None."""
+    return None if frame.forward_completed else frame.recompute_fn
 
 
 @functools.cache

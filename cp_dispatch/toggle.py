@@ -40,7 +40,7 @@ from cp_dispatch.graphs import compile_cache
 from cp_dispatch.graphs import guards as graph_guards
 from cp_dispatch.hugging_face import masks as hf_masks
 from cp_dispatch.options import Options, OptionStack, Scope
-from cp_dispatch.plain_tensors import reentrant
+from cp_dispatch.plain_tensors import checkpoints
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.varlen import install as varlen
 
@@ -253,7 +253,7 @@ def _sync() -> None:
         flex.remove()
         causal_bias.remove()
         graph_guards.override_goes()
-    for part in (hf_masks, reentrant):  # of blocks
+    for part in (hf_masks, checkpoints):  # of blocks
         if _contexts.in_use:
             part.install(plain_context)
         else:

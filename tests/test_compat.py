@@ -34,6 +34,7 @@ from tests.distributed.threads import run_threads
 from tests.ranks import one_rank
 
 TESTED_WITH = {
+    "recompute_in_forward": "CheckpointFrameInit",
     "DTensorSpec": "dtensor_spec",
     "OpSchema": "register_op_strategy",
     "OpSpec": "register_op_strategy",
@@ -983,6 +984,29 @@ def test_ReentrantForward():
     switch.restore()
     y.sum().backward()
     assert len(seen) == 2 and owner.__dict__["forward"] is before
+
+
+def test_CheckpointFrameInit():
+    """Checkpoints call what was set, and in the backward the function that it passed on."""
+    owner, seen, frames = torch.utils.checkpoint._CheckpointFrame, [], []
+    before, switch = owner.__dict__["__init__"], _compat.CheckpointFrameInit()
+    theirs = switch.get()
+
+    def init(frame, recompute, *args):
+        theirs(frame, lambda *x: seen.append(1) or recompute(*x), *args)
+        frames.append(frame)
+
+    def function(x):
+        seen.append(_compat.recompute_in_forward(frames[0]) is not None)
+        return x.sin()
+
+    switch.put(init)
+    x = torch.ones(2, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    switch.restore()
+    assert seen == [True] and _compat.recompute_in_forward(frames[0]) is None
+    y.sum().backward()
+    assert seen == [True, 1, False] and owner.__dict__["__init__"] is before
 
 
 def test_run_uncompiled():

@@ -26,8 +26,8 @@ from cp_dispatch.flex.style import as_dtensors, global_lengths
 from cp_dispatch.graphs.compile_cache import note_group
 from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.groups import ring_group_name
+from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
-from cp_dispatch.plain_tensors.reentrant import attended
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 
 _thread = threading.local()

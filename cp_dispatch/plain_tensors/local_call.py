@@ -34,9 +34,9 @@ from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
+from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext, refuse, whole_of, words
 from cp_dispatch.plain_tensors.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_of
-from cp_dispatch.plain_tensors.reentrant import attended
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 from cp_dispatch.plan import Plan
 from cp_dispatch.planning.choose import sdp_flags

@@ -602,8 +602,9 @@ def test_the_output_may_be_written_to_in_place(schedule, ndim):
     torch.testing.assert_close(got, step(*tensors))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
+def test_a_checkpoint_is_recomputed_in_its_block(depth, reentrant):
     """Outside the block its gradients would be those of attention within a shard. Functions without
     attention may be recomputed anywhere, and another block of the same order will do."""
     tensors = sequences(16)
@@ -616,7 +617,7 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
 
     def checkpointed(function, *inputs):
         for _ in range(depth):
-            function = functools.partial(checkpoint, function, use_reentrant=True)
+            function = functools.partial(checkpoint, function, use_reentrant=reentrant)
         return function(*inputs)
 
     def body(mesh):
@@ -627,7 +628,7 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
             harmless = checkpointed(torch.sin, shards[0]).sum()
             out.backward()
         grads = [x.grad.clone() for x in shards]
-        with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+        with pytest.raises(ContextParallelError, match="recomputed outside"):
             other.backward()
         harmless.backward()
         torch.testing.assert_close(shards[0].grad, grads[0] + shards[0].cos())
@@ -640,14 +641,16 @@ def test_a_reentrant_checkpoint_is_recomputed_in_its_block(depth):
         torch.testing.assert_close(torch.cat(got, 2), true)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["compiled", "flex"])
-def test_a_reentrant_checkpoint_with_other_attention_is_recomputed_in_its_block(kind):
-    """A graph that had been compiled before, and flex_attention, were silently local outside."""
+def test_a_checkpoint_with_other_attention_is_recomputed_in_its_block(kind, reentrant):
+    """Graphs of use_reentrant=False and earlier ones of True, and flex_attention in one of True,
+    were silently local outside."""
 
     def attend(x):
         if kind == "flex":
-            x = x.detach()  # torch has no gradients of it on CPU
-            return flex_attention(x, x, x)
+            own = x.detach()  # torch has no gradients of it on CPU
+            return flex_attention(own, own, own) + x.sin()
         return F.scaled_dot_product_attention(x, x, x)
 
     torch._dynamo.reset()
@@ -656,12 +659,13 @@ def test_a_reentrant_checkpoint_with_other_attention_is_recomputed_in_its_block(
         for _ in range(2):
             x = sequences(8)[0].requires_grad_()
             with context_parallel(mesh, balancer=None):
-                out = checkpoint(function, x, use_reentrant=True)
-            with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+                out = checkpoint(function, x, use_reentrant=reentrant)
+            with pytest.raises(ContextParallelError, match="recomputed outside"):
                 out.sum().backward()
 
 
-def test_a_reentrant_checkpoint_is_recomputed_in_a_block_of_the_same_order():
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_is_recomputed_in_a_block_of_the_same_order(reentrant):
     """Of the same ranks, too. Functions without attention do not mind."""
     with fake_ranks(2, 2, names=("dp", "cp")) as mesh:
         others = {"mesh": mesh["dp"], "balancer": None}, {"mesh": mesh["cp"]}
@@ -669,12 +673,12 @@ def test_a_reentrant_checkpoint_is_recomputed_in_a_block_of_the_same_order():
             for other in others:
                 x = sequences(8)[0].requires_grad_()
                 with context_parallel(mesh["cp"], balancer=None):
-                    out = checkpoint(function, x, use_reentrant=True)
+                    out = checkpoint(function, x, use_reentrant=reentrant)
                 with context_parallel(**other):
                     if function is torch.sin:
                         out.sum().backward()
                         continue
-                    with pytest.raises(ContextParallelError, match="use_reentrant=True"):
+                    with pytest.raises(ContextParallelError, match="recomputed outside"):
                         out.sum().backward()
 
 
