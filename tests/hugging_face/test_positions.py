@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from cp_dispatch import HeadTail
-from cp_dispatch.hugging_face.positions import begin_elsewhere, count_from_zero, taken_by_the_model
+from cp_dispatch.hugging_face.positions import (
+    begin_elsewhere,
+    count_from_zero,
+    longest,
+    taken_by_the_model,
+)
 
 PRETEND = {"__name__": "transformers.masking_utils", "count_from_zero": count_from_zero}
 exec(
@@ -75,6 +80,14 @@ def test_a_model_that_takes_no_positions(of, rows):
     assert forward(rows) == (rows > 0, False)
 
 
+def test_positions_that_an_outer_forward_passes_under_another_name_are_taken():
+    forward = of_a_model(
+        "def decoder(rows, position_ids): return create_mask(rows)\n"
+        "def forward(rows, places): return decoder(rows, places)\n"
+    )
+    assert forward(4, torch.arange(4, 8)[None]) == (False, True)
+
+
 def test_positions_that_a_model_counts_are_not_taken():
     """BART's decoder alone: the one-dimensional positions that it made were not recognized as such,
     and the results were silently wrong."""
@@ -82,6 +95,15 @@ def test_positions_that_a_model_counts_are_not_taken():
         "def forward(rows):\n    position_ids = range(rows)\n    return create_mask(rows)\n"
     )
     assert forward(4) == (True, False)
+
+
+@pytest.mark.parametrize("positions, want", [
+    (torch.tensor([[4, 7, 5]]), 8), (None, 0), (torch.empty(1, 0, dtype=torch.int64), 0),
+])  # fmt: skip
+def test_the_longest_position(positions, want):
+    masks = {"__name__": "transformers.masking_utils", "longest": longest}
+    exec("def create_mask(position_ids): return (lambda: longest())()", masks)
+    assert masks["create_mask"](positions) == want
 
 
 def test_no_positions_and_no_rows():
