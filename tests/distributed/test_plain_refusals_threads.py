@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import enum
 import io
 import pickle
 import types
 import warnings
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -266,6 +268,11 @@ class WithMore(Attention):
 
     def forward(self, *inputs, more):
         return super().forward(*inputs), more
+
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
 
 
 class Sizes(NamedTuple):
@@ -601,6 +608,25 @@ def test_a_compiled_module_in_the_style_takes_and_returns_what_is_no_tensor():
         module = parallelize_module(WithNone(), mesh, ContextParallel(balancer=None))
         compiled = torch.compile(module, backend="eager", fullgraph=True)
         assert compiled(*sequences(16), more=more)[1:] == (more, None)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: OrderedDict(x=x), Rows], ids=["dict", "dataclass"])
+def test_a_compiled_module_in_the_style_takes_and_returns_no_other_containers(wrap):
+    """Dynamo would not see that their tensors are shards. Uncompiled they are."""
+
+    class Wraps(WithMore):
+        def forward(self, *inputs, more):
+            output, more = super().forward(*inputs, more=more)
+            return {"more": [wrap(output)]} if more is None else (output, len(more))
+
+    with fake_ranks(2) as mesh, torch.no_grad():
+        module = parallelize_module(Wraps(), mesh, ContextParallel(balancer=None))
+        for verb, more in (("takes", [{"more": wrap(torch.zeros(3))}]), ("returns", None)):
+            torch._dynamo.reset()
+            compiled = torch.compile(module, backend="eager", fullgraph=True)
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{verb} a .*; use tensors"):
+                compiled(*sequences(16), more=more)
+            module(*sequences(16), more=more)
 
 
 @pytest.mark.parametrize("attend", [
