@@ -645,7 +645,14 @@ def test_a_compiled_module_in_the_style_on_one_rank(attend):
         compiled = torch.compile(module, backend="eager", fullgraph=True)
         for options in ({"attn_mask": mask, "scale": 0.3}, {"is_causal": True}):
             given, options = (query, key, value), options | {"enable_gqa": True}
-            torch.testing.assert_close(compiled(*given, **options), attend(*given, **options))
+            want = attend(*given, **options)
+            torch.testing.assert_close(compiled(*given, **options), want)
+            # DTensors need a block, which breaks the graph.
+            broken = torch.compile(module, backend="eager")
+            placed = [DTensor.from_local(x, mesh, [Shard(2)]) for x in given]
+            named = dict(zip(("query", "key", "value"), placed, strict=True))
+            for got in (broken(*placed, **options), broken(**named, **options)):
+                torch.testing.assert_close(got.full_tensor(), want)
 
 
 def test_style_refusals():
