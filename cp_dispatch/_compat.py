@@ -54,6 +54,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = [
     "CausalBiasDispatch",
+    "CheckpointFrameInit",
     "DTensorSpec",
     "OpSchema",
     "OpSpec",
@@ -107,6 +108,7 @@ __all__ = [
     "plain_kernel",
     "profiler_is_on",
     "put_known_sizes",
+    "recompute_in_forward",
     "register_op_strategy",
     "remove_subclass_rule",
     "resolve_group",

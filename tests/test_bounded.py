@@ -8,8 +8,8 @@ def test_the_oldest_goes():
     for i in range(5):
         keep(known, i, str(i), 3)
     assert known == {2: "2", 3: "3", 4: "4"}
-    keep(known, 2, "again", 3)  # an existing key evicts nothing
-    assert known == {2: "again", 3: "3", 4: "4"}
+    keep(known, 4, "again", 3)  # an existing key evicts nothing
+    assert known == {2: "2", 3: "3", 4: "again"}
     keep(known, 9, "9", 1)
     assert known == {9: "9"}
 

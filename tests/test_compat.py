@@ -34,6 +34,7 @@ from tests.distributed.threads import run_threads
 from tests.ranks import one_rank
 
 TESTED_WITH = {
+    "recompute_in_forward": "CheckpointFrameInit",
     "DTensorSpec": "dtensor_spec",
     "OpSchema": "register_op_strategy",
     "OpSpec": "register_op_strategy",

@@ -23,12 +23,12 @@ _NOT_GIVEN, _NOT_TAKEN = "not given", "not taken"
 
 def count_from_zero(rows: int) -> torch.Tensor | bool:
     """Whether the positions of the mask that is being made are 0 to ``rows - 1`` in every batch
-    row and, if they are (3, B, S), along every axis. This is so if the model was given none. False
-    if unknown."""
+    row (if they are (S,), in all alike) and, if they are (3, B, S), along every axis. This is so if
+    the model was given none. False if unknown."""
     positions = _positions()
     if positions is _NOT_GIVEN or positions is _NOT_TAKEN:
         return rows > 0
-    if not isinstance(positions, torch.Tensor) or positions.ndim not in (2, 3) or not rows:
+    if not isinstance(positions, torch.Tensor) or positions.ndim not in (1, 2, 3) or not rows:
         return False
     if positions.shape[-1] != rows or positions.is_floating_point():
         return False

@@ -36,6 +36,32 @@ def test_nothing_is_asked_of_cuda_where_it_is_not(monkeypatch):
     asked.assert_not_called()
 
 
+@pytest.mark.parametrize("kind", [Kept, KeptByAll])
+def test_other_objects_of_the_same_contents_are_the_same(kind):
+    """As compiled graphs pass them. What is written, in whichever object, is seen in all."""
+    known, mask = kind(), torch.ones(4)
+
+    def get(x, key="key"):
+        return known.get((None, x), key, Found)
+
+    first = get(mask)
+    assert all(get(x) is first for x in (mask, mask.detach(), mask.view(4), mask))
+    others = [get(x) for x in (mask[:2], mask[2:], mask.view(2, 2), mask[::2], mask.clone())]
+    assert len({first, get(mask, "other"), *others}) == 7
+    assert get(mask) is first
+    mask.detach().zero_()
+    again = get(mask)
+    assert again is not first and get(mask.detach()) is again
+
+
+def test_what_is_kept_goes_after_its_tensors():
+    known, mask, other = Kept(), torch.ones(2), torch.ones(3)
+    gone = weakref.ref(known.get((mask, None), "key", Found))
+    del mask
+    known.get((other, None), "key", Found)
+    assert gone() is None
+
+
 def test_what_ranks_told_each_other_stays_while_the_mask_does():
     """A rank that asked again would wait for the ranks that know the answer."""
     told, masks = KeptByAll(), [(torch.ones(2), None, torch.ones(3)) for _ in range(3 * _MAX_KEPT)]

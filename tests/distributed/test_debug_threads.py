@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 import cp_dispatch
-from cp_dispatch import ContextParallel, ContextParallelError, context_parallel
+from cp_dispatch import ContextParallel, ContextParallelError, HeadTail, context_parallel
 from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
@@ -267,5 +268,32 @@ def test_masks_of_flex_attention_that_differ():
         with cp_dispatch.enabled(), pytest.raises(ContextParallelError, match="do not agree") as e:
             flex_attention(query, key, key, block_mask=mask)
         assert "blocks of the mask" in str(e.value)
+
+    on_mesh(2, body)
+
+
+def test_masks_of_flex_attention_that_agree(monkeypatch):
+    """Whole masks may differ in entries that they do not list, and own rows differ."""
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # is faster
+    layout = HeadTail(64, 2)
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    def body(mesh):
+        rank = mesh.get_local_rank()
+        whole = create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=8)
+        for num, indices in (
+            (whole.kv_num_blocks, whole.kv_indices),
+            (whole.full_kv_num_blocks, whole.full_kv_indices),
+        ):
+            listed = torch.arange(indices.size(-1)) < num.unsqueeze(-1)
+            indices.masked_fill_(~listed, rank)
+        rows = [torch.randn(1, 2, 32, 8) for _ in range(3)]
+        placed = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in rows]
+        with cp_dispatch.enabled(layout=layout):
+            own = cp_dispatch.create_cp_block_mask(causal, None, None, 64, 64, mesh, BLOCK_SIZE=8)
+            results = [flex_attention(*placed, block_mask=mask).to_local() for mask in (whole, own)]
+        assert torch.equal(*results)
 
     on_mesh(2, body)

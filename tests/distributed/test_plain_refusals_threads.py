@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import io
 import pickle
 import types
 import warnings
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -265,6 +267,11 @@ class WithMore(Attention):
 
     def forward(self, *inputs, more):
         return super().forward(*inputs), more
+
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
 
 
 class Sizes(NamedTuple):
@@ -570,6 +577,25 @@ def test_a_compiled_module_in_the_style_takes_and_returns_what_is_no_tensor():
         assert compiled(*sequences(16), more=more)[1:] == (more, None)
 
 
+@pytest.mark.parametrize("wrap", [lambda x: OrderedDict(x=x), Rows], ids=["dict", "dataclass"])
+def test_a_compiled_module_in_the_style_takes_and_returns_no_other_containers(wrap):
+    """Dynamo would not see that their tensors are shards. Uncompiled they are."""
+
+    class Wraps(WithMore):
+        def forward(self, *inputs, more):
+            output, more = super().forward(*inputs, more=more)
+            return {"more": [wrap(output)]} if more is None else (output, len(more))
+
+    with fake_ranks(2) as mesh, torch.no_grad():
+        module = parallelize_module(Wraps(), mesh, ContextParallel(balancer=None))
+        for verb, more in (("takes", [{"more": wrap(torch.zeros(3))}]), ("returns", None)):
+            torch._dynamo.reset()
+            compiled = torch.compile(module, backend="eager", fullgraph=True)
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{verb} a .*; use tensors"):
+                compiled(*sequences(16), more=more)
+            module(*sequences(16), more=more)
+
+
 @pytest.mark.parametrize("attend", [
     F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -586,7 +612,14 @@ def test_a_compiled_module_in_the_style_on_one_rank(attend):
         compiled = torch.compile(module, backend="eager", fullgraph=True)
         for options in ({"attn_mask": mask, "scale": 0.3}, {"is_causal": True}):
             given, options = (query, key, value), options | {"enable_gqa": True}
-            torch.testing.assert_close(compiled(*given, **options), attend(*given, **options))
+            want = attend(*given, **options)
+            torch.testing.assert_close(compiled(*given, **options), want)
+            # DTensors need a block, which breaks the graph.
+            broken = torch.compile(module, backend="eager")
+            placed = [DTensor.from_local(x, mesh, [Shard(2)]) for x in given]
+            named = dict(zip(("query", "key", "value"), placed, strict=True))
+            for got in (broken(*placed, **options), broken(**named, **options)):
+                torch.testing.assert_close(got.full_tensor(), want)
 
 
 def test_style_refusals():

@@ -78,10 +78,13 @@ def test_what_is_made_again_looks_as_the_first_one(mesh, requires_grad):
     names, description = x.__tensor_flatten__()
     inner = {name: getattr(x, name) for name in names}
     with cp_dispatch.enabled():
-        for strides in ((3, 1), (3, 1), (1, 2), (1, 2)):
-            got = DTensor.__tensor_unflatten__(inner, description, x.shape, strides)
-            assert (got.requires_grad, got.stride()) == (requires_grad, strides)
-        assert graph_results._known
+        for strides in ((3, 1), (1, 2)):
+            first, again = (
+                DTensor.__tensor_unflatten__(inner, description, x.shape, strides) for _ in "12"
+            )
+            for got in (first, again):
+                assert (got.requires_grad, got.stride()) == (requires_grad, strides)
+            assert _compat.dtensor_spec(again) is _compat.dtensor_spec(first), "made only once"
 
 
 def test_what_is_known_is_bounded_and_goes(mesh, monkeypatch):

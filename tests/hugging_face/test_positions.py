@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from cp_dispatch import HeadTail
-from cp_dispatch.hugging_face.positions import begin_elsewhere, count_from_zero, taken_by_the_model
+from cp_dispatch.hugging_face.positions import (
+    begin_elsewhere,
+    count_from_zero,
+    longest,
+    taken_by_the_model,
+)
 
 PRETEND = {"__name__": "transformers.masking_utils", "count_from_zero": count_from_zero}
 exec(
@@ -23,6 +28,8 @@ exec(
     (torch.stack([torch.arange(4), torch.arange(4, 8)]), False),
     (torch.arange(4, 8)[None], False),
     (torch.arange(5)[None], False),  # for other rows than the mask's
+    (torch.arange(4), True),  # as those of CSM's depth decoder, which were silently wrong
+    (torch.arange(4, 8), False),
     # With several axes, as for images: Qwen2-VL's text model made these itself, for a shard.
     (torch.arange(4).expand(3, 1, 4), True),
     (torch.tensor([[[0, 1, 1, 1]], [[0, 1, 1, 2]], [[0, 1, 2, 1]]]), False),
@@ -33,13 +40,12 @@ def test_positions_are_found(positions, counted):
     assert bool(PRETEND["create_mask"](4, positions)) == counted
 
 
-def of_a_model(source: str):
-    """``forward`` of a module of transformers.models that makes its masks without positions."""
+def of_a_model(source: str, name: str = "transformers.models.some.modeling_some"):
+    """``forward`` of a module of a model that makes its masks without positions."""
     masks = {"__name__": "transformers.masking_utils"}
     masks["asked"] = lambda rows: (bool(count_from_zero(rows)), taken_by_the_model())
     exec("def create_mask(rows): return asked(rows)", masks)
-    model = {"__name__": "transformers.models.some.modeling_some"}
-    model["create_mask"] = masks["create_mask"]
+    model = {"__name__": name, "create_mask": masks["create_mask"]}
     exec(source, model)
     return model["forward"]
 
@@ -66,8 +72,20 @@ def test_positions_that_a_model_made_were_not_given(given, counted):
     assert forward(4, torch.tensor([[0, 1, 2, -1]]), given) == (counted, True)
 
 
-def test_a_model_that_takes_no_positions():
-    assert of_a_model("def forward(rows): return create_mask(rows)")(4) == (True, False)
+@pytest.mark.parametrize("of", ["transformers.models.some.modeling", "transformers_modules.some"])
+@pytest.mark.parametrize("rows", [4, 1, 0])
+def test_a_model_that_takes_no_positions(of, rows):
+    """Also one whose code came with its weights."""
+    forward = of_a_model("def forward(rows): return create_mask(rows)", of)
+    assert forward(rows) == (rows > 0, False)
+
+
+def test_positions_that_an_outer_forward_passes_under_another_name_are_taken():
+    forward = of_a_model(
+        "def decoder(rows, position_ids): return create_mask(rows)\n"
+        "def forward(rows, places): return decoder(rows, places)\n"
+    )
+    assert forward(4, torch.arange(4, 8)[None]) == (False, True)
 
 
 def test_positions_that_a_model_counts_are_not_taken():
@@ -77,6 +95,15 @@ def test_positions_that_a_model_counts_are_not_taken():
         "def forward(rows):\n    position_ids = range(rows)\n    return create_mask(rows)\n"
     )
     assert forward(4) == (True, False)
+
+
+@pytest.mark.parametrize("positions, want", [
+    (torch.tensor([[4, 7, 5]]), 8), (None, 0), (torch.empty(1, 0, dtype=torch.int64), 0),
+])  # fmt: skip
+def test_the_longest_position(positions, want):
+    masks = {"__name__": "transformers.masking_utils", "longest": longest}
+    exec("def create_mask(position_ids): return (lambda: longest())()", masks)
+    assert masks["create_mask"](positions) == want
 
 
 def test_no_positions_and_no_rows():
