@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cp_dispatch.bounded import ByWeight
 from cp_dispatch.layouts import Span, chunk_spans, from_text
 
 
@@ -50,7 +51,11 @@ class Ownership:
         return sum(span.length for span in self.spans(rank))
 
 
-@functools.lru_cache(maxsize=256)
+_known = ByWeight(
+    Ownership, lambda found: 1 + sum(len(x) for own in found.spans_of_all for x in own), most=2**20
+)
+
+
 def ownership(
     length: int,
     ring_shape: tuple[int, ...],
@@ -58,7 +63,7 @@ def ownership(
     batch: tuple[int, int] | None = None,
 ) -> Ownership:
     """The same object for the same arguments, so that spans are computed once."""
-    return Ownership(length, ring_shape, layout, batch)
+    return _known(length, ring_shape, layout, batch)
 
 
 def lanes_of(first: int, batch: int) -> tuple[int, int]:

@@ -103,20 +103,28 @@ def moves(needs: Needs, keys: Ownership) -> Moves:
     """The moves between all ranks. The move from a rank to itself is of the own rows that it
     uses."""
     ranks = range(keys.world_size)
-    return tuple(tuple(_move(owner, taker, needs, keys) for taker in ranks) for owner in ranks)
+    # Once for all that need the same, such as everything.
+    rows = {own: [_needed_rows(owner, own, keys) for owner in ranks] for own in set(needs)}
+    of_takers = [rows[own] for own in needs]
+    return tuple(
+        tuple(Move(owner, taker, *of_takers[taker][owner]) for taker in ranks) for owner in ranks
+    )
 
 
-def _move(owner: int, taker: int, needs: Needs, keys: Ownership) -> Move:
+def _needed_rows(
+    owner: int, needed: tuple[tuple[Span, ...], ...], keys: Ownership
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """``shard`` and ``places`` of a :class:`Move`."""
     shard: list[Span] = []
     places: list[Span] = []
     for lane in range(keys.lanes):
         at = lane * keys.rows(owner)
         for position, length in keys.spans(owner, lane):
-            for wanted, count in _overlaps(needs[taker][lane], position, position + length):
+            for wanted, count in _overlaps(needed[lane], position, position + length):
                 append(shard, at + wanted - position, count)
                 append(places, lane * keys.length + wanted, count)
             at += length
-    return Move(owner, taker, tuple(shard), tuple(places))
+    return tuple(shard), tuple(places)
 
 
 def _overlaps(spans: Sequence[Span], start: int, stop: int):

@@ -159,15 +159,26 @@ def laid_out(
     return of_spans(layout, None, None, causal)
 
 
-@functools.lru_cache(maxsize=64)
 def of_spans(layout, query, key, causal: bool) -> Geometry | RowGeometry:
     """Geometry of queries and keys in ``layout``, except for those whose spans are given."""
+    return _of_spans(layout, query, key, causal)
+
+
+def _make_of_spans(layout, query, key, causal: bool) -> Geometry | RowGeometry:
     ranks = range(layout.world_size)
     rows = []
     for row in range(layout.rows):
         own = tuple(layout.spans(rank)[row] for rank in ranks)
         rows.append(Geometry(query or own, key or own, causal))
     return rows[0] if len(rows) == 1 else RowGeometry(tuple(rows))
+
+
+def _spans_in(geometry: Geometry | RowGeometry) -> int:
+    rows = geometry.rows if isinstance(geometry, RowGeometry) else (geometry,)
+    return sum(len(own) for row in rows for own in row.query_spans + row.key_spans)
+
+
+_of_spans = ByWeight(_make_of_spans, lambda found: 1 + _spans_in(found), most=2**20)
 
 
 @functools.lru_cache(maxsize=256)

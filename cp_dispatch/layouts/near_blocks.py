@@ -19,6 +19,7 @@ its blocks with one other rank, for as long as that helps.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -165,14 +166,16 @@ class _Search:
 
     def cut(self, order: list, start: int, size: int) -> tuple[Runs, Runs]:
         """What is in the window of ``size`` blocks from ``start``, and what is not."""
-        length = sum(b - a for a, b in order)
-        edges = sorted((start, (start + size) % length))
-        parts: tuple[list, list] = [], []
-        at = 0
-        for first, last in order:
-            end = at + last - first
-            places = [at, *(edge for edge in edges if at < edge < end), end]
-            for a, b in itertools.pairwise(places):
-                parts[(a - start) % length >= size].append((first + a - at, first + b - at))
-            at = end
-        return self.keys.join(parts[0]), self.keys.join(parts[1])
+        order, ends = list(order), list(itertools.accumulate(b - a for a, b in order))
+        places = sorted((start, (start + size) % ends[-1]))
+        for place in places:
+            at = bisect.bisect_right(ends, place)
+            first, last = order[at]
+            middle = last - (ends[at] - place)
+            if first < middle:
+                order[at : at + 1] = (first, middle), (middle, last)
+                ends.insert(at, place)
+        low, high = (bisect.bisect_right(ends, place) for place in places)
+        parts = order[low:high], order[:low] + order[high:]
+        inside, outside = parts if start == places[0] else reversed(parts)
+        return self.keys.join(inside), self.keys.join(outside)

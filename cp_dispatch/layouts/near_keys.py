@@ -38,6 +38,7 @@ class NearKeys:
         starts = {0, *(i + (i in self._shared) for i in edges)} - {len(work)}
         self._starts = frozenset(starts)
         self.documents: Runs = tuple(itertools.pairwise([*sorted(starts), len(work)]))
+        self._sets: dict[tuple[int, int], tuple[int, int]] = {}
         self.first: list[int] = []
         self.last: list[int] = []
         for at in range(len(self.documents)):
@@ -80,10 +81,16 @@ class NearKeys:
     def sets(self, runs: Runs) -> tuple[int, int]:
         """The blocks of runs and those that they need, as bits."""
         own = need = 0
-        for start, stop in runs:
-            own |= (1 << stop) - (1 << start)
-            # Every block needs itself, so what a run needs has no gaps.
-            need |= (2 << max(self.last[start:stop])) - (1 << min(self.first[start:stop]))
+        for run in runs:
+            found = self._sets.get(run)  # most are whole documents, again and again
+            if found is None:
+                start, stop = run
+                # Every block needs itself, so what a run needs has no gaps.
+                last, first = max(self.last[start:stop]), min(self.first[start:stop])
+                found = (1 << stop) - (1 << start), (2 << last) - (1 << first)
+                self._sets[run] = found
+            own |= found[0]
+            need |= found[1]
         return own, need
 
 
@@ -108,12 +115,15 @@ class Traffic:
         """Let ranks own other runs from now on."""
         for rank, runs in owned.items():
             self._own[rank], self._need[rank] = self._keys.sets(runs)
-        for taker, row in enumerate(self._moves):
+        for taker, (row, need) in enumerate(zip(self._moves, self._need, strict=True)):
             for owner in range(len(row)) if taker in owned else owned:
-                more = self._count(taker, owner) - row[owner]
-                row[owner] += more
-                self.got[taker] += more
-                self.sent[owner] += more
+                # As _count, of which the call would be the most.
+                count = (need & self._own[owner]).bit_count() if taker != owner else 0
+                more = count - row[owner]
+                if more:
+                    row[owner] = count
+                    self.got[taker] += more
+                    self.sent[owner] += more
 
     def _count(self, taker: int, owner: int) -> int:
         return (self._need[taker] & self._own[owner]).bit_count() if taker != owner else 0

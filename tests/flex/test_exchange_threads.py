@@ -470,3 +470,22 @@ def test_rows_that_lie_side_by_side_come_in_one_copy():
     owned = ownership(64, (2,), HeadTail(64, 2).text)
     table = moves(everything(owned, owned), owned)
     assert not packs(table, 1) and most_runs(table, True) == most_runs(table, False) == 2
+
+
+def test_moves_are_worked_out_once_for_all_that_need_the_same(monkeypatch):
+    """An exchange asks for those of everything, too. On 64 ranks they took 0.2 s for near blocks,
+    and 14 s for documents in head-tail order."""
+    overlaps, asked = needs_module._overlaps, []
+    monkeypatch.setattr(needs_module, "_overlaps", lambda *x: asked.append(x) or overlaps(*x))
+    lengths = [1 + 29 * i % 64 for i in range(60)]
+    layout = PerDocumentHeadTail(lengths, 16)
+    owned = ownership(layout.seq_len, (16,), layout.text)
+    some = ((Span(3, 9),),)
+    table = moves((*everything(owned, owned)[1:], some), owned)
+    runs = sum(len(layout.spans(rank)[0]) for rank in range(16))
+    assert len(asked) == 2 * runs
+    for owner in range(16):
+        assert all(table[owner][taker].places == owned.spans(owner) for taker in range(15))
+        inside = [(max(a, 3), min(a + n, 12)) for a, n in owned.spans(owner)]
+        assert table[owner][15].rows == sum(max(b - a, 0) for a, b in inside)
+        assert [(x.owner, x.taker) for x in table[owner]] == [(owner, t) for t in range(16)]

@@ -20,8 +20,9 @@ from cp_dispatch import (
     PerDocumentHeadTail,
     create_cp_block_mask,
 )
+from cp_dispatch.bounded import ByWeight
 from cp_dispatch.layouts import Span, documents, from_text
-from cp_dispatch.layouts.balancer import Balancer
+from cp_dispatch.layouts.balancer import Balancer, _make_spans
 from tests.ranks import fake_ranks
 
 world_sizes = st.integers(1, 9)
@@ -374,6 +375,18 @@ def test_documents_are_dealt_once(monkeypatch):
     assert balancer.explain().endswith("... and 998 more")
     assert len(dealt) < len(lengths) + 10
     assert len(balancer.document_rows[0]) == len(lengths)
+
+
+def test_layouts_of_past_steps_keep_no_spans(monkeypatch):
+    """Plans keep layouts. With 1,000 documents on 64 ranks each held 13 MB."""
+    spans = ByWeight(_make_spans, lambda found: sum(map(len, found)), most=3)
+    monkeypatch.setattr("cp_dispatch.layouts.balancer._assigned", spans)
+    layouts = [PerDocumentHeadTail([i, 20 - i], 2) for i in range(1, 9)]
+    first = [layout.spans(1) for layout in layouts]
+    assert len(spans._known) == 1
+    known = [kept for layout in layouts for kept in (*vars(layout), *vars(layout.outline))]
+    assert not any("spans" in name for name in known)
+    assert [layout.spans(1) for layout in layouts] == first
 
 
 def test_balancers_with_one_text_may_be_of_two_classes():

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, ContextParallelError
-from cp_dispatch.layouts import deal_blocks, from_text
-from cp_dispatch.layouts.balancer import _assigned
+from cp_dispatch.layouts import balancer, deal_blocks, from_text
 from cp_dispatch.layouts.deal_blocks import _even_out
+from cp_dispatch.layouts.near_blocks import _Search
 from cp_dispatch.layouts.near_keys import NearKeys, Traffic
 from tests.layouts.test_balancers import owners, random_documents
 
@@ -243,7 +243,20 @@ def test_mixes_of_documents():
         assert moved <= before / 2
 
 
-def test_the_same_everywhere():
+@given(st.integers(0, 11), st.integers(1, 11), st.permutations([(0, 5), (5, 8), (8, 9), (9, 12)]))
+def test_a_window_and_what_is_not_in_it(start, size, order):
+    search = _Search([1] * 12, NearKeys([1, 2, 3, 4, 5, 1, 2, 3, 1, 1, 2, 3]), [12], 0)
+    circle = [block for run in order for block in range(*run)] * 2
+    inside, outside = search.cut(order, start, size)
+    blocks = [[block for run in runs for block in range(*run)] for runs in (inside, outside)]
+    assert blocks == [
+        sorted(circle[start : start + size]),
+        sorted(circle[start + size : start + 12]),
+    ]
+    assert all(first < last for first, last in inside + outside)
+
+
+def test_the_same_everywhere(monkeypatch):
     """Whatever the state of the random number generators."""
     work = mask_work(uniform_documents(4 * 8192))
     one = BlockBalanced(work, 4, ROWS, near=True)
@@ -251,7 +264,7 @@ def test_the_same_everywhere():
     spans = [one.spans(rank) for rank in range(4)]
     random.seed(8)
     from_text.cache_clear()
-    _assigned.cache_clear()
+    monkeypatch.setattr(balancer, "_assigned", balancer._make_spans)  # not from a cache
     other = from_text(one.text)
     assert other is not one and [other.spans(rank) for rank in range(4)] == spans
 
