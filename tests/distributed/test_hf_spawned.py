@@ -22,6 +22,7 @@ from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 
 transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 
 STEPS, LENGTH, VOCABULARY, WINDOW = 20, 64, 31, 24
 HEAD_TAIL = "head-tail"
@@ -478,6 +479,18 @@ def attention_that_is_not_seen(env: Env) -> None:
     torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
 
 
+def registered_attention(env: Env) -> None:
+    """Its masks come from transformers' function for "sdpa", so they are made like those. A window
+    longer than the shard was silently omitted."""
+    window = LENGTH // env.world_size + 8
+    sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register("ours", sdpa)
+    transformers.AttentionMaskInterface.register("ours", masking_utils.sdpa_mask)
+    model = build("Mistral", env.device, sliding_window=window, attn_implementation="ours")
+    with torch.no_grad():
+        same_logits(env, model, HEAD_TAIL)
+
+
 def window_of_a_style(env: Env) -> None:
     """A module in a style gets the mask that was made outside it. That mask is None if a shard is
     no longer than the window, although the sequence is. This is refused; without a window it is
@@ -530,6 +543,7 @@ CASES = {
     "masks of other models": masks_of_other_models,
     "attention that is not seen": attention_that_is_not_seen,
     "padding of a whole shard": padding_of_a_whole_shard,
+    "registered attention": registered_attention,
 }
 
 
