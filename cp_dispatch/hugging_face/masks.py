@@ -34,6 +34,7 @@ from cp_dispatch.hugging_face.modules import why_refused
 from cp_dispatch.hugging_face.positions import (
     begin_elsewhere,
     count_from_zero,
+    generates,
     longest,
     taken_by_the_model,
 )
@@ -138,6 +139,11 @@ def _mask(context: PlainContext, theirs, given: dict):
         raise ContextParallelError(
             "this version of transformers makes its masks from arguments that cp_dispatch does not "
             f"know, {sorted(given)}; use transformers 5.24, or {READY}"
+        )
+    if generates():
+        raise ContextParallelError(
+            "generate() is refused inside context_parallel: each rank would choose the token after "
+            "its own shard. Call it outside the block with the whole sequence"
         )
     mesh, config = context.mesh, given.get("kwargs", {}).get("config")
     ranks, seen = _told(mesh, given, config)

@@ -246,6 +246,14 @@ def refused_on_every_rank(env: Env) -> None:
     with pytest.raises(cp_dispatch.ContextParallelError, match="order of the shards is"):
         with cp_dispatch.context_parallel(env.mesh()):
             model(whole[0])
+    # In natural order, with positions and without a cache, each rank went on with its own shard.
+    places = torch.arange(LENGTH, device=env.device)[None]
+    buffers = [tokens.clone(), places]
+    with pytest.raises(cp_dispatch.ContextParallelError, match=r"generate\(\) is refused"):
+        with cp_dispatch.context_parallel(
+            env.mesh(), buffers=buffers, buffer_seq_dims=[1, 1], balancer=None
+        ):
+            model.generate(buffers[0], position_ids=places, use_cache=False, max_new_tokens=2)
     plain = model(tokens).logits  # outside a block nothing is left over
     assert torch.equal(plain, build("Qwen2", env.device)(tokens).logits)
 
