@@ -30,8 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
-from cp_dispatch.hugging_face.modules import why_refused
+from cp_dispatch.hugging_face.modules import drops_masks, why_refused
 from cp_dispatch.hugging_face.positions import (
+    asking_model,
     begin_elsewhere,
     count_from_zero,
     generates,
@@ -159,12 +160,20 @@ def _mask(context: PlainContext, theirs, given: dict):
     if wrong is not None:
         _refuse(wrong, ranks, None)  # prebuilt masks would not help
     window, plain = given["local_size"], padding is None or bool(padding.all())
-    by_flag = plain and given["allow_is_causal_skip"] and (window is None or total < window)
+    causal = given["allow_is_causal_skip"] and (window is None or total < window)
+    by_flag = causal and plain
     if not all(ranks.rows) or (by_flag and 1 in ranks.rows):
         _refuse(
             "transformers treats a shard of one row as decoding and leaves is_causal out, and its "
             "layers do not support a shard without rows; pad the sequence, or use fewer ranks",
             ranks,
+        )
+    if not by_flag and not (causal and _ends(padding)) and drops_masks(asking_model()):
+        _refuse(
+            "Accelerate's hooks would replace it by is_causal=True. Before accelerator.prepare(), "
+            "set accelerate.accelerator._attach_context_parallel_hooks = lambda model: None",
+            ranks,
+            None,
         )
     if by_flag or (plain and given["allow_is_bidirectional_skip"] and not window):
         return None
@@ -245,6 +254,12 @@ def _check_positions(layout, padding, ranks: _Ranks) -> None:
             ranks,
             ". If they are right, because packed documents begin there, ",
         )
+
+
+def _ends(padding: torch.Tensor) -> bool:
+    """Whether all padding comes after the tokens, where no token attends to it anyway."""
+    seen = padding.bool()
+    return bool((seen[:, 1:] <= seen[:, :-1]).all())
 
 
 def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:

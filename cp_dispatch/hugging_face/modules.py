@@ -1,4 +1,4 @@
-"""Attention of transformers: which implementations are refused, and the window of a module."""
+"""Attention of transformers: what is refused, and the window of a module."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def why_refused(kind: str, maker, masking_utils) -> str | None:
         return None
     known = (why for name, why in _REFUSED.items() if maker is getattr(masking_utils, name, None))
     return next(known, _UNKNOWN)
+
+
+def drops_masks(model) -> bool:
+    """Whether Accelerate's hooks for context parallelism replace the masks of this model's
+    attention by ``is_causal=True``."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    hooks = (hook for part in model.modules() for hook in part._forward_pre_hooks.values())
+    names = (getattr(hook, "__qualname__", "") for hook in hooks)
+    return any(name.startswith("_attach_context_parallel_hooks.") for name in names)
 
 
 def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:

@@ -3,8 +3,8 @@
 Inside a block the model sees a shard, whose positions are different, and position embeddings would
 be silently wrong. A mask function is not given the positions, so they are looked up in the frames
 of transformers' own functions, where ``position_ids`` is a public argument: in the function that
-makes the mask, in the model's forward that called it, and in forwards around that. ``generate()``
-is found there too.
+makes the mask, in the model's forward that called it, and in forwards around that. The model itself
+and ``generate()`` are found there too.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ def taken_by_the_model() -> bool:
 def generates() -> bool:
     """Whether the mask is for ``generate()``."""
     return any(frame.f_globals.get("__name__", "").startswith(_GENERATION) for frame in _frames())
+
+
+def asking_model():
+    """The model whose forward asked for the mask, None if unknown."""
+    for frame in _frames():
+        of_model = frame.f_globals.get("__name__", "").startswith(_MODELS)
+        if of_model and frame.f_code.co_name == "forward":
+            return frame.f_locals.get("self")
+    return None
 
 
 def _frames():

@@ -487,6 +487,32 @@ def attention_that_is_not_seen(env: Env) -> None:
     torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
 
 
+def _attach_context_parallel_hooks(model):
+    """Like Accelerate's function of this name."""
+
+    def hook(module, args, kwargs):
+        return args, kwargs | {"attention_mask": None, "is_causal": True}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def masks_that_accelerate_drops(env: Env) -> None:
+    """They are refused where a mask matters, and nowhere else."""
+    tokens, labels = (x.to(env.device) for x in batches(1, 2)[0])
+    at_the_end = torch.ones_like(tokens)
+    at_the_end[0, -7:] = 0
+    model = build("Llama", env.device)
+    _attach_context_parallel_hooks(model)
+    with torch.no_grad():
+        in_block(env, HEAD_TAIL, at_the_end)(model, tokens.clone(), labels.clone())
+    windowed = build("Mistral", env.device)
+    _attach_context_parallel_hooks(windowed)
+    for refused, seen in (model, padding(2)), (windowed, torch.ones_like(tokens)):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="Accelerate's hooks"):
+            in_block(env, HEAD_TAIL, seen.to(env.device))(refused, tokens.clone(), labels.clone())
+
+
 def registered_attention(env: Env) -> None:
     """Its masks come from transformers' function for "sdpa", so they are made like those. A window
     longer than the shard was silently omitted."""
@@ -552,6 +578,7 @@ CASES = {
     "attention that is not seen": attention_that_is_not_seen,
     "padding of a whole shard": padding_of_a_whole_shard,
     "registered attention": registered_attention,
+    "masks that accelerate drops": masks_that_accelerate_drops,
 }
 
 

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from cp_dispatch import ContextParallelError
-from cp_dispatch.hugging_face.modules import check_implementation, sliding_window, why_refused
+from cp_dispatch.hugging_face.modules import (
+    check_implementation,
+    drops_masks,
+    sliding_window,
+    why_refused,
+)
 
 KINDS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8}
 
@@ -72,3 +77,19 @@ def test_whose_masks_are_made(kind, maker, why):
     module = Some(**{name: object() for name in names})
     refused = why_refused(kind, getattr(module, maker), module)
     assert (refused is None) if why is None else why in refused
+
+
+def _attach_context_parallel_hooks(model):
+    def _self_attn_pre_forward_hook(module, args, kwargs):
+        return args, kwargs | {"attention_mask": None, "is_causal": True}
+
+    model[0].register_forward_pre_hook(_self_attn_pre_forward_hook, with_kwargs=True)
+
+
+def test_accelerates_hooks_are_found():
+    """They dropped sliding windows."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].register_forward_pre_hook(lambda module, args: None)
+    assert not drops_masks(model) and not drops_masks(None)
+    _attach_context_parallel_hooks(model)
+    assert drops_masks(model)
