@@ -12,6 +12,8 @@ from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.errors import ContextParallelError
 
 _NAMES = ("query", "key", "value")
+#: What torch's error says about DTensors beside plain tensors.
+MIXED = "got mixed torch.Tensor and DTensor"
 
 
 def find_inputs(module: str, names: list[str], args: tuple, kwargs: dict) -> list[tuple]:
@@ -73,6 +75,16 @@ def as_dtensors(places, args: tuple, kwargs: dict, mesh: DeviceMesh, seq_dim: in
             )  # fmt: skip
         made.append(x)
     return with_inputs(places, made, args, kwargs)
+
+
+def on_dtensors(module: torch.nn.Module) -> str:
+    """What :data:`MIXED` means for a module that the style runs on DTensors."""
+    return (
+        f"ContextParallel(attention_type='flex') runs {type(module).__name__} on DTensors, which "
+        "it combines with a plain tensor, such as a parameter. Instead of the style, call the "
+        "model inside context_parallel, with the BlockMask among the buffers, where all tensors "
+        "stay plain"
+    )
 
 
 def with_inputs(places, tensors, args: tuple, kwargs: dict):

@@ -12,7 +12,8 @@ mask out, or all make ``(B, 1, L, S)``, this rank's rows and all keys by their o
 or all raise. They also raise if the model has wrong positions, which masks do not show
 (positions.py), or depends on its shard in other ways (configs.py). Attention other than
 ``F.scaled_dot_product_attention`` would silently stay within a shard, so the functions that make
-masks for it raise.
+masks for it raise. Attention that users have registered counts as SDPA if ``sdpa_mask`` makes its
+masks.
 
 Masks that the caller prepares (4-D, or a dict with one for each kind of layer) do not come here.
 """
@@ -29,10 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
-from cp_dispatch.hugging_face.modules import SHARD_ALONE
+from cp_dispatch.hugging_face.modules import drops_masks, why_refused
 from cp_dispatch.hugging_face.positions import (
+    asking_model,
     begin_elsewhere,
     count_from_zero,
+    generates,
     longest,
     taken_by_the_model,
 )
@@ -41,15 +44,6 @@ from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_tensors.context import PlainContext
 
 _MODULE = "transformers.masking_utils"
-_KIND = "sdpa"
-# Functions that make masks for other kinds of attention, and why they are refused.
-_REFUSED = {
-    "eager_mask": SHARD_ALONE,
-    "flash_attention_mask": SHARD_ALONE,
-    "flex_attention_mask": "a BlockMask that the model makes would cover only this rank's shard; "
-    "use attn_implementation='sdpa', or make the BlockMask of the whole sequence, pass it among "
-    "the buffers, and to the model as attention_mask",
-}
 _NAMES = {
     "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "local_size",
     "allow_is_causal_skip", "allow_is_bidirectional_skip", "device", "mask_function",
@@ -70,14 +64,11 @@ def install(plain_context) -> None:
     table = getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     if table is None or _installed:
         return
-    refused = {getattr(module, name, None): why for name, why in _REFUSED.items()}
     for kind, theirs in list(table.items()):
-        if kind == _KIND:
+        if (why := why_refused(kind, theirs, module)) is None:
             ours = _sdpa_mask(theirs, plain_context)
-        elif theirs in refused:
-            ours = _refusing(kind, refused[theirs], theirs, plain_context)
         else:
-            continue
+            ours = _refusing(kind, why, theirs, plain_context)
         _installed.append((table, kind, theirs, ours))
         table[kind] = ours
 
@@ -150,6 +141,11 @@ def _mask(context: PlainContext, theirs, given: dict):
             "this version of transformers makes its masks from arguments that cp_dispatch does not "
             f"know, {sorted(given)}; use transformers 5.24, or {READY}"
         )
+    if generates():
+        raise ContextParallelError(
+            "generate() is refused inside context_parallel: each rank would choose the token after "
+            "its own shard. Call it outside the block with the whole sequence"
+        )
     mesh, config = context.mesh, given.get("kwargs", {}).get("config")
     ranks, seen = _told(mesh, given, config)
     total = sum(ranks.rows)
@@ -164,12 +160,20 @@ def _mask(context: PlainContext, theirs, given: dict):
     if wrong is not None:
         _refuse(wrong, ranks, None)  # prebuilt masks would not help
     window, plain = given["local_size"], padding is None or bool(padding.all())
-    by_flag = plain and given["allow_is_causal_skip"] and (window is None or total < window)
+    causal = given["allow_is_causal_skip"] and (window is None or total < window)
+    by_flag = causal and plain
     if not all(ranks.rows) or (by_flag and 1 in ranks.rows):
         _refuse(
             "transformers treats a shard of one row as decoding and leaves is_causal out, and its "
             "layers do not support a shard without rows; pad the sequence, or use fewer ranks",
             ranks,
+        )
+    if not by_flag and not (causal and _ends(padding)) and drops_masks(asking_model()):
+        _refuse(
+            "Accelerate's hooks would replace it by is_causal=True. Before accelerator.prepare(), "
+            "set accelerate.accelerator._attach_context_parallel_hooks = lambda model: None",
+            ranks,
+            None,
         )
     if by_flag or (plain and given["allow_is_bidirectional_skip"] and not window):
         return None
@@ -250,6 +254,12 @@ def _check_positions(layout, padding, ranks: _Ranks) -> None:
             ranks,
             ". If they are right, because packed documents begin there, ",
         )
+
+
+def _ends(padding: torch.Tensor) -> bool:
+    """Whether all padding comes after the tokens, where no token attends to it anyway."""
+    seen = padding.bool()
+    return bool((seen[:, 1:] <= seen[:, :-1]).all())
 
 
 def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention modules of transformers: which implementation they use, and their window."""
+"""Attention of transformers: what is refused, and the window of a module."""
 
 from __future__ import annotations
 
@@ -17,13 +17,51 @@ SHARD_ALONE = (
     "it"
 )
 
+# Functions that make masks for other kinds of attention, and why they are refused.
+_REFUSED = {
+    "eager_mask": SHARD_ALONE,
+    "flash_attention_mask": SHARD_ALONE,
+    "flex_attention_mask": "a BlockMask that the model makes would cover only this rank's shard; "
+    "use attn_implementation='sdpa', or make the BlockMask of the whole sequence, pass it among "
+    "the buffers, and to the model as attention_mask",
+}
+_UNKNOWN = (
+    "a function that cp_dispatch does not know would make masks of this rank's shard; register "
+    "transformers.masking_utils.sdpa_mask for it if it calls F.scaled_dot_product_attention"
+)
+
+
+def why_refused(kind: str, maker, masking_utils) -> str | None:
+    """Why the attention with this name, whose masks ``maker`` makes, is refused; None if it is
+    SDPA."""
+    if kind == "sdpa":
+        return None
+    if "/" in kind:  # a kernel from the hub, whatever makes its masks
+        return SHARD_ALONE
+    if maker is getattr(masking_utils, "sdpa_mask", None):
+        return None
+    known = (why for name, why in _REFUSED.items() if maker is getattr(masking_utils, name, None))
+    return next(known, _UNKNOWN)
+
+
+def drops_masks(model) -> bool:
+    """Whether Accelerate's hooks for context parallelism replace the masks of this model's
+    attention by ``is_causal=True``."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    hooks = (hook for part in model.modules() for hook in part._forward_pre_hooks.values())
+    names = (getattr(hook, "__qualname__", "") for hook in hooks)
+    return any(name.startswith("_attach_context_parallel_hooks.") for name in names)
+
 
 def check_implementation(module: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Refuse a module of transformers whose attention would stay within a shard."""
     # A layer has no config, but its attention has.
     for part in (module,) if hasattr(module, "config") else module.modules():
         kind = getattr(getattr(part, "config", None), "_attn_implementation", None)
-        local = isinstance(kind, str) and kind.startswith(("eager", "flash_attention"))
+        local = isinstance(kind, str) and (
+            kind.startswith(("eager", "flash_attention")) or "/" in kind  # a kernel from the hub
+        )
         if mesh.size() > 1 and local:
             raise ContextParallelError(
                 f"attn_implementation={kind!r} of {type(part).__name__} is refused in "

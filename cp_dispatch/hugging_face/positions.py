@@ -3,7 +3,8 @@
 Inside a block the model sees a shard, whose positions are different, and position embeddings would
 be silently wrong. A mask function is not given the positions, so they are looked up in the frames
 of transformers' own functions, where ``position_ids`` is a public argument: in the function that
-makes the mask, in the model's forward that called it, and in forwards around that.
+makes the mask, in the model's forward that called it, and in forwards around that. The model itself
+and ``generate()`` are found there too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cp_dispatch.layouts.spans import chunk
 
 _MASKS = "transformers.masking_utils"
 _MODELS = "transformers.models.", "transformers_modules."
+_GENERATION = "transformers.generation."
 _MOST_FRAMES = 60
 _NOT_GIVEN, _NOT_TAKEN = "not given", "not taken"
 
@@ -47,16 +49,37 @@ def taken_by_the_model() -> bool:
     return _positions() is not _NOT_TAKEN
 
 
+def generates() -> bool:
+    """Whether the mask is for ``generate()``."""
+    return any(frame.f_globals.get("__name__", "").startswith(_GENERATION) for frame in _frames())
+
+
+def asking_model():
+    """The model whose forward asked for the mask, None if unknown."""
+    for frame in _frames():
+        of_model = frame.f_globals.get("__name__", "").startswith(_MODELS)
+        if of_model and frame.f_code.co_name == "forward":
+            return frame.f_locals.get("self")
+    return None
+
+
+def _frames():
+    """The frames that have led here, the innermost first."""
+    frame = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        frame = frame.f_back
+        if frame is None:
+            return
+        yield frame
+
+
 def _positions():
     """A tensor, ``_NOT_GIVEN``, ``_NOT_TAKEN`` or, if unknown, None.
 
     If the outermost forward was given none, a forward in between may have made its own.
     """
-    frame, found = sys._getframe(1), None
-    for _ in range(_MOST_FRAMES):
-        frame = frame.f_back
-        if frame is None:
-            break
+    found = None
+    for frame in _frames():
         name = frame.f_globals.get("__name__", "")
         of_model = name.startswith(_MODELS)
         if not of_model and name != _MASKS:

@@ -18,10 +18,12 @@ from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.plain import no_order
 from cp_dispatch.flex.style import (
+    MIXED,
     as_dtensors,
     find_inputs,
     global_lengths,
     lengths_of_masks,
+    on_dtensors,
     value_at,
 )
 from cp_dispatch.flex.traced_style import plain
@@ -67,9 +69,10 @@ class ContextParallel(ParallelStyle):
 
     ``attention_type="flex"`` is for a module around ``flex_attention``. Query, key and value are
     the arguments with these names (or q, k, v), positional or by keyword, else the first three
-    tensors. Plain shards become DTensors for the forward, and the outputs plain tensors again. All
-    other arguments are left alone, so a ``BlockMask`` has to be that of the whole sequence or come
-    from :func:`cp_dispatch.create_cp_block_mask`.
+    tensors. Plain shards become DTensors for the forward, and the outputs plain tensors again, so
+    the module cannot combine them with plain parameters. All other arguments are left alone, so a
+    ``BlockMask`` has to be that of the whole sequence or come from
+    :func:`cp_dispatch.create_cp_block_mask`.
 
     Args:
         seq_dim: the sequence dim of the inputs: 2 for ``(B, H, L, D)``, 1 for ``(B, L, E)``.
@@ -227,8 +230,13 @@ class ContextParallel(ParallelStyle):
         args, kwargs = as_dtensors(places, args, kwargs, mesh, self.seq_dim, lengths)
         were_plain = any(not isinstance(x, DTensor) for x in given)
         scope = enabled_for_shards if were_plain else enabled
-        with scope(context.schedule, context.layout(lengths[0])):
-            output = forward(module, *args, **kwargs)
+        try:
+            with scope(context.schedule, context.layout(lengths[0])):
+                output = forward(module, *args, **kwargs)
+        except RuntimeError as error:
+            if not were_plain or MIXED not in str(error):
+                raise
+            raise ContextParallelError(on_dtensors(module)) from error
         return map_tensors(plain, output) if were_plain else output
 
     def _found_in_flex(self, mesh: DeviceMesh, names, module: nn.Module, args, kwargs):

@@ -22,6 +22,7 @@ from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 
 transformers = pytest.importorskip("transformers")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 
 STEPS, LENGTH, VOCABULARY, WINDOW = 20, 64, 31, 24
 HEAD_TAIL = "head-tail"
@@ -245,6 +246,14 @@ def refused_on_every_rank(env: Env) -> None:
     with pytest.raises(cp_dispatch.ContextParallelError, match="order of the shards is"):
         with cp_dispatch.context_parallel(env.mesh()):
             model(whole[0])
+    # In natural order, with positions and without a cache, each rank went on with its own shard.
+    places = torch.arange(LENGTH, device=env.device)[None]
+    buffers = [tokens.clone(), places]
+    with pytest.raises(cp_dispatch.ContextParallelError, match=r"generate\(\) is refused"):
+        with cp_dispatch.context_parallel(
+            env.mesh(), buffers=buffers, buffer_seq_dims=[1, 1], balancer=None
+        ):
+            model.generate(buffers[0], position_ids=places, use_cache=False, max_new_tokens=2)
     plain = model(tokens).logits  # outside a block nothing is left over
     assert torch.equal(plain, build("Qwen2", env.device)(tokens).logits)
 
@@ -478,6 +487,44 @@ def attention_that_is_not_seen(env: Env) -> None:
     torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-4)
 
 
+def _attach_context_parallel_hooks(model):
+    """Like Accelerate's function of this name."""
+
+    def hook(module, args, kwargs):
+        return args, kwargs | {"attention_mask": None, "is_causal": True}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def masks_that_accelerate_drops(env: Env) -> None:
+    """They are refused where a mask matters, and nowhere else."""
+    tokens, labels = (x.to(env.device) for x in batches(1, 2)[0])
+    at_the_end = torch.ones_like(tokens)
+    at_the_end[0, -7:] = 0
+    model = build("Llama", env.device)
+    _attach_context_parallel_hooks(model)
+    with torch.no_grad():
+        in_block(env, HEAD_TAIL, at_the_end)(model, tokens.clone(), labels.clone())
+    windowed = build("Mistral", env.device)
+    _attach_context_parallel_hooks(windowed)
+    for refused, seen in (model, padding(2)), (windowed, torch.ones_like(tokens)):
+        with pytest.raises(cp_dispatch.ContextParallelError, match="Accelerate's hooks"):
+            in_block(env, HEAD_TAIL, seen.to(env.device))(refused, tokens.clone(), labels.clone())
+
+
+def registered_attention(env: Env) -> None:
+    """Its masks come from transformers' function for "sdpa", so they are made like those. A window
+    longer than the shard was silently omitted."""
+    window = LENGTH // env.world_size + 8
+    sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register("ours", sdpa)
+    transformers.AttentionMaskInterface.register("ours", masking_utils.sdpa_mask)
+    model = build("Mistral", env.device, sliding_window=window, attn_implementation="ours")
+    with torch.no_grad():
+        same_logits(env, model, HEAD_TAIL)
+
+
 def window_of_a_style(env: Env) -> None:
     """A module in a style gets the mask that was made outside it. That mask is None if a shard is
     no longer than the window, although the sequence is. This is refused; without a window it is
@@ -530,6 +577,8 @@ CASES = {
     "masks of other models": masks_of_other_models,
     "attention that is not seen": attention_that_is_not_seen,
     "padding of a whole shard": padding_of_a_whole_shard,
+    "registered attention": registered_attention,
+    "masks that accelerate drops": masks_that_accelerate_drops,
 }
 
 

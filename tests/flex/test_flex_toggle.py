@@ -411,6 +411,27 @@ def test_queries_and_keys_in_different_orders_are_refused_in_a_block(lengths):
                     call(*whole, block_mask=given)
 
 
+def test_a_plain_parameter_in_a_style_is_explained():
+    """Such as the sinks of GPT-OSS, which rescale the output."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, query, key, value, block_mask):
+            return flex_attention(query * self.scale, key, value, block_mask=block_mask)
+
+    own = [torch.randn(1, 2, 8, 8) for _ in range(3)]
+    with fake_ranks(2) as mesh:
+        module = parallelize_module(
+            Scaled(), mesh, cp_dispatch.ContextParallel(attention_type="flex", balancer=None)
+        )
+        words = "runs Scaled on DTensors.* stay plain"
+        with gradients_on_cpu(), pytest.raises(ContextParallelError, match=words):
+            module(*own, mask_of(16))
+
+
 def test_explain_in_a_layout_of_each_batch_row():
     """In such a layout a row is of one batch row: each rank sends its 8 positions of both."""
     with (

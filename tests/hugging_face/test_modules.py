@@ -1,4 +1,4 @@
-"""What attention modules of transformers report: their window, and how they attend."""
+"""What is refused of transformers, and the windows that its modules report."""
 
 import sys
 from types import SimpleNamespace as Some
@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from cp_dispatch import ContextParallelError
-from cp_dispatch.hugging_face.modules import check_implementation, sliding_window
+from cp_dispatch.hugging_face.modules import (
+    check_implementation,
+    drops_masks,
+    sliding_window,
+    why_refused,
+)
 
 KINDS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8}
 
@@ -30,13 +35,14 @@ def test_windows_of_modules(module, window):
     assert sliding_window(layer) == window
 
 
-def test_a_layer_with_attention_that_stays_local():
+@pytest.mark.parametrize("kind", ["eager", "flash_attention_3", "kernels-community/some"])
+def test_a_layer_with_attention_that_stays_local(kind):
     """The attention inside it is refused, although the layer itself does not report it."""
     layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
     ranks = Some(size=lambda: 2)
     check_implementation(layer, ranks)
-    layer[0].config = Some(_attn_implementation="eager")
-    with pytest.raises(ContextParallelError, match="'eager' of Linear is refused"):
+    layer[0].config = Some(_attn_implementation=kind)
+    with pytest.raises(ContextParallelError, match=f"'{kind}' of Linear is refused"):
         check_implementation(layer, ranks)
 
 
@@ -57,3 +63,33 @@ def test_a_whole_model_has_no_window(monkeypatch):
     assert sliding_window(torch.nn.Sequential(attention)) == 8
     assert sliding_window(Model(attention)) is None
     assert sliding_window(torch.nn.Sequential(Model(attention))) is None
+
+
+@pytest.mark.parametrize("kind, maker, why", [
+    ("sdpa", "another", None),
+    ("registered", "sdpa_mask", None),  # its window, padding and positions used to be the shard's
+    ("registered", "another", "does not know"),
+    ("flash_attention_3", "flash_attention_mask", "only F.scaled_dot_product_attention"),
+    ("kernels-community/some", "sdpa_mask", "only F.scaled_dot_product_attention"),
+])  # fmt: skip
+def test_whose_masks_are_made(kind, maker, why):
+    names = "sdpa_mask", "eager_mask", "flash_attention_mask", "flex_attention_mask", "another"
+    module = Some(**{name: object() for name in names})
+    refused = why_refused(kind, getattr(module, maker), module)
+    assert (refused is None) if why is None else why in refused
+
+
+def _attach_context_parallel_hooks(model):
+    def _self_attn_pre_forward_hook(module, args, kwargs):
+        return args, kwargs | {"attention_mask": None, "is_causal": True}
+
+    model[0].register_forward_pre_hook(_self_attn_pre_forward_hook, with_kwargs=True)
+
+
+def test_accelerates_hooks_are_found():
+    """They dropped sliding windows."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].register_forward_pre_hook(lambda module, args: None)
+    assert not drops_masks(model) and not drops_masks(None)
+    _attach_context_parallel_hooks(model)
+    assert drops_masks(model)

@@ -8,6 +8,7 @@ from cp_dispatch import HeadTail
 from cp_dispatch.hugging_face.positions import (
     begin_elsewhere,
     count_from_zero,
+    generates,
     longest,
     taken_by_the_model,
 )
@@ -38,6 +39,15 @@ exec(
 ])  # fmt: skip
 def test_positions_are_found(positions, counted):
     assert bool(PRETEND["create_mask"](4, positions)) == counted
+
+
+@pytest.mark.parametrize("module, found", [
+    ("transformers.generation.utils", True), ("transformers.trainer", False),
+])  # fmt: skip
+def test_generation_is_found(module, found):
+    caller = {"__name__": module}
+    exec("def call(function): return function()", caller)
+    assert caller["call"](lambda: generates()) == found
 
 
 def of_a_model(source: str, name: str = "transformers.models.some.modeling_some"):

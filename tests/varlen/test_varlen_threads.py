@@ -10,19 +10,26 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cp_dispatch
-from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, PerDocumentHeadTail
+from cp_dispatch import (
+    BlockBalanced,
+    ContextParallel,
+    ContextParallelError,
+    HeadTail,
+    PerDocumentHeadTail,
+)
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, keys
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import TORCH_2_13
 from tests.distributed.threads import run_threads
 from tests.ranks import fake_ranks, with_rows
-from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_sharded
+from tests.varlen.problems import NAMES, ROWS, VarlenProblem, check, exact, one_device, run_sharded
 
 BASE = VarlenProblem()
 BF16 = torch.bfloat16
@@ -515,6 +522,40 @@ def test_flops_are_counted():
 
     want = 4 * BASE.heads * BASE.dim * sum(n * n for n in BASE.lengths)
     assert run_threads(2, body) == [(want, want * 5 // 2)] * 2
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, problem):
+        super().__init__()
+        self.problem = problem
+
+    def forward(self, q_TNH, k_TNH, v_TNH, *, starts):
+        return self.problem.attend(q_TNH, k_TNH, v_TNH, starts)
+
+
+@pytest.mark.parametrize("problem, ranks, layout", [
+    (BASE, 2, HeadTail(48, 2)),
+    (BASE, 3, None),
+    (VarlenProblem((7, 20), rest=8), 2, HeadTail(35, 2)),
+])  # fmt: skip
+def test_modules_in_the_flex_style(problem, ranks, layout):
+    """It passes plain shards on as DTensors, whatever the module calls, as torchtitan's does."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (ranks,))
+        style = ContextParallel(seq_dim=0, attention_type="flex", balancer=layout)
+        module = parallelize_module(Attend(problem), mesh, style)
+        *inputs, grad = cp_dispatch.shard(mesh, problem.tensors(), 0, layout)
+        leaves = [x.requires_grad_() for x in inputs]
+        out, lse = module(*leaves, starts=problem.starts())
+        own = [out.detach(), lse, *torch.autograd.grad(out, leaves, grad)]
+        assert all(type(x) is torch.Tensor for x in own)
+        return dict(
+            zip(NAMES, cp_dispatch.unshard(mesh, own, [0, 1, 0, 0, 0], layout), strict=True)
+        )
+
+    for got in run_threads(ranks, body):
+        check(got, exact(problem), one_device(problem))
 
 
 @pytest.mark.parametrize("rows, keys", [(7, 8), (8, 7)])
