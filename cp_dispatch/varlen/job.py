@@ -41,15 +41,16 @@ class Call:
     """One kernel call: the pieces with the same shift, the places of their rows in the shard, and
     of their keys among the compact keys."""
 
-    def __init__(self, pieces: Sequence[Piece], traffic: Traffic, window: Window, device):
+    def __init__(
+        self, pieces: Sequence[Piece], traffic: Traffic, window: Window, num_splits, device
+    ):
         rows: list[Span] = []
         for piece in pieces:
             append(rows, piece.row, piece.rows)
         self.row_spans, self.rows = rows, Selector(tuple(rows), device)
         self.keys = CallKeys(pieces, traffic, device)
-        self.kernel = Kernel(
-            [(piece.rows, piece.keys) for piece in pieces], window.shifted(pieces[0].shift), device
-        )
+        sizes = [(piece.rows, piece.keys) for piece in pieces]
+        self.kernel = Kernel(sizes, window.shifted(pieces[0].shift), num_splits, device)
 
 
 class VarlenJob:
@@ -61,7 +62,8 @@ class VarlenJob:
 
     def __init__(
         self, documents: Documents, window: Window, query_length: int, key_length: int,
-        covered: bool, ring_shape: tuple[int, ...], rank: int, layout: str, device: torch.device,
+        covered: bool, num_splits: int | None, ring_shape: tuple[int, ...], rank: int, layout: str,
+        device: torch.device,
     ):  # fmt: skip
         reasons = documents.reasons(window, query_length, key_length, covered)
         if reasons:
@@ -75,7 +77,9 @@ class VarlenJob:
         groups: dict[tuple[int, int], list[Piece]] = {}
         for number, piece in enumerate(self.traffic.pieces):
             groups.setdefault((piece.shift, number // _MOST_PIECES), []).append(piece)
-        self.calls = [Call(group, self.traffic, window, device) for group in groups.values()]
+        self.calls = [
+            Call(group, self.traffic, window, num_splits, device) for group in groups.values()
+        ]
         # The dtype in which gradients of keys travel, the same on all ranks: the kernel's, unless
         # some rank sums several of them, or the kernel is that for CPU, which returns them wide.
         self._wide_shares = device.type != "cuda" or self.traffic.shared
@@ -142,13 +146,13 @@ def _put(place: Selector, into: Tensor, rows: Tensor) -> None:
 
 def job_of(
     device: torch.device, cu_seq_q: Tensor, cu_seq_k: Tensor, window: Sequence[int],
-    query_length: int, key_length: int, covered: bool, ring_shape: Sequence[int], rank: int,
-    layout: str,
+    query_length: int, key_length: int, covered: bool, num_splits: int | None,
+    ring_shape: Sequence[int], rank: int, layout: str,
 ) -> VarlenJob:  # fmt: skip
     """The job of these arguments, made once for each version of the tensors."""
     rest = (
-        Window(*window), int(query_length), int(key_length), covered, tuple(ring_shape), rank,
-        layout, device,
+        Window(*window), int(query_length), int(key_length), covered, num_splits,
+        tuple(ring_shape), rank, layout, device,
     )  # fmt: skip
 
     def make() -> VarlenJob:

@@ -22,8 +22,13 @@ class Kernel:
     float64), inf for a row without keys.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], window: Window, device: torch.device):
+    def __init__(
+        self, sizes: Sequence[tuple[int, int]], window: Window, num_splits: int | None,
+        device: torch.device,
+    ):  # fmt: skip
         self.sizes, self.window = sizes, window
+        # Torch 2.11 has no such argument, and never splits.
+        self._splits = {} if num_splits is None else {"num_splits": num_splits}
         self._starts = self._longest = None
         if device.type == "cuda":
             starts = [[0, *accumulate(x)] for x in zip(*sizes, strict=True)]
@@ -43,6 +48,7 @@ class Kernel:
         out, lse, *_ = aten._flash_attention_forward(
             query, key, value, *self._starts, *self._longest, 0.0, self.window.is_causal, False,
             scale=scale, window_size_left=self.window.left, window_size_right=self.window.right,
+            **self._splits,
         )  # fmt: skip
         return out, lse
 

@@ -31,13 +31,14 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 #   logsumexp                     (H, T), natural log, inf for a row without keys; float32, float64
 #                                 for float64
 # window is [left, right], -1 for all; scale None is 1 / sqrt(D). covered: refuse documents that end
-# before the sequence. This rank is ring_rank among the
-# ranks of ring_shape, whose group is group_name; [], 0 and "" mean that it holds all of the
-# sequence. layout is the text of a balancer, "" for natural order. key_grad False: dK and dV are
-# empty.
+# before the sequence. num_splits is for the forward's kernel: 1, or None for its own choice. This
+# rank is ring_rank among the ranks of ring_shape, whose group is group_name; [], 0 and "" mean that
+# it holds all of the sequence. layout is the text of a balancer, "" for natural order. key_grad
+# False: dK and dV are empty.
 _OPTIONS = (
     "Tensor cu_seq_q, Tensor cu_seq_k, int[] window, float? scale, SymInt query_length, "
-    "SymInt key_length, bool covered, int[] ring_shape, int ring_rank, str group_name, str layout"
+    "SymInt key_length, bool covered, int? num_splits, int[] ring_shape, int ring_rank, "
+    "str group_name, str layout"
 )
 SCHEMAS = (
     f"varlen_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS})"
@@ -91,12 +92,12 @@ def _starts(cu_seq: Tensor) -> Tensor:
 
 def _prepared(
     query: Tensor, key: Tensor, cu_seq_q, cu_seq_k, window, scale, query_length, key_length,
-    covered, ring_shape, ring_rank, group_name, layout,
+    covered, num_splits, ring_shape, ring_rank, group_name, layout,
 ) -> tuple[VarlenJob, Ring | None, float]:  # fmt: skip
     """The job, its ring (None if the sequence is whole), and the scale."""
     job = job_of(
-        query.device, cu_seq_q, cu_seq_k, window, query_length, key_length, covered, ring_shape,
-        ring_rank, layout,
+        query.device, cu_seq_q, cu_seq_k, window, query_length, key_length, covered, num_splits,
+        ring_shape, ring_rank, layout,
     )  # fmt: skip
     if (query.size(0), key.size(0)) != (job.rows, job.key_rows):
         raise ContextParallelError(

@@ -52,8 +52,8 @@ def attend_plain(context: PlainContext, call: VarlenCall) -> tuple[Tensor, Tenso
         check_agreement(Options(context.schedule, plan.layout), _spread(mesh, call, lengths))
     output, logsumexp = FORWARD(
         *call.tensors.values(), *call.starts.values(), list(call.window), call.scale, *lengths,
-        True, [context.world_size], mesh.get_local_rank(), ring_group_name(mesh, (0,)),
-        "" if plan.layout is None else plan.layout.text,
+        True, call.num_splits, [context.world_size], mesh.get_local_rank(),
+        ring_group_name(mesh, (0,)), "" if plan.layout is None else plan.layout.text,
     )  # fmt: skip
     state = torch.empty(2, dtype=torch.uint64, device=call.query.device)
     return output, logsumexp, state
@@ -127,9 +127,7 @@ def plan_of(context: PlainContext, call: VarlenCall, lengths: tuple[int, int]) -
     starts = tuple(
         x if x is None else (tuple(map(int, x.shape)), x.dtype) for x in call.starts.values()
     )
-    others = tuple(
-        getattr(call, name) is not None for name in ("seqused_k", "block_table", "num_splits")
-    )
+    others = call.seqused_k is not None, call.block_table is not None, call.num_splits
     options = Options(context.schedule, order_of(context, lengths))
     window = None if call.window_size is None else tuple(call.window_size)
     return _plan(context.mesh, options, outlines, starts, call.is_causal, window, others)
@@ -140,9 +138,11 @@ def _plan(mesh, options, outlines, starts, is_causal, window, others) -> VarlenP
     with disable_current_modes(), torch.inference_mode(False):
         tensors = [outline(mesh, shape, dtype, False, 0) for shape, dtype in outlines]
         starts = [x if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in starts]
-        given = dict(zip(("seqused_k", "block_table", "num_splits"), others, strict=True))
-        given = {name: True for name, is_given in given.items() if is_given}
-        call = VarlenCall(*tensors, *starts, is_causal=is_causal, window_size=window, **given)
+        seqused_k, block_table = (True if given else None for given in others[:2])
+        call = VarlenCall(
+            *tensors, *starts, is_causal=is_causal, window_size=window, seqused_k=seqused_k,
+            block_table=block_table, num_splits=others[2],
+        )  # fmt: skip
         return make_plan(options, call)
 
 

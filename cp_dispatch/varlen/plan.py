@@ -72,7 +72,7 @@ def known_plan(options: Options, call: VarlenCall) -> VarlenPlan:
         for x in call.starts.values()
     )
     rest = call.window_size and tuple(call.window_size), call.is_causal
-    unsupported = (x is None for x in (call.seqused_k, call.block_table, call.num_splits))
+    unsupported = call.seqused_k is None, call.block_table is None, call.num_splits
     key = (options, *map(dtensor_spec, tensors), starts, rest, *unsupported)
     plan = _plans.get(key)
     if plan is None:

@@ -33,7 +33,6 @@ from cp_dispatch.varlen.call import VarlenCall
 _INFERENCE_ONLY = {
     "seqused_k": "pass lengths as cu_seq_k",
     "block_table": "pass packed keys",
-    "num_splits": "leave it out: with documents in pieces it could not keep its guarantee",
 }
 #: The dtypes that FlashAttention's kernel supports.
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
@@ -47,6 +46,8 @@ def refusals(call: VarlenCall, layout: Balancer | None) -> list[str]:
         for name, instead in _INFERENCE_ONLY.items()
         if getattr(call, name) is not None
     ]
+    if call.num_splits not in (None, 1):
+        reasons.append(f"num_splits is {call.num_splits}; pass 1 to split nothing, or leave it out")
     form = form_refusals(call)
     if form:
         return reasons + form

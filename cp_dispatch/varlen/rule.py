@@ -62,7 +62,7 @@ def arguments(options: Options, call: VarlenCall, plan: VarlenPlan) -> tuple:
             int(local_tensor(x).shape[0])  # a guard that holds; one on a DTensor's length may not
     return (
         *call.starts.values(), list(call.window), call.scale, call.query.shape[0],
-        call.key.shape[0], False, list(plan.ring_shape), rank, group_name,
+        call.key.shape[0], False, call.num_splits, list(plan.ring_shape), rank, group_name,
         "" if plan.layout is None else plan.layout.text,
     )  # fmt: skip
 

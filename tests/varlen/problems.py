@@ -106,7 +106,7 @@ def one_device(problem: VarlenProblem, device="cpu") -> dict[str, Tensor]:
     leaves = [x.requires_grad_() for x in inputs]
     starts = problem.starts(device)
     if torch.device(device).type == "cpu":
-        options = list(problem.window), problem.scale, *problem.totals, False, [], 0, "", ""
+        options = list(problem.window), problem.scale, *problem.totals, False, None, [], 0, "", ""
         out, lse = FORWARD(*leaves, *starts, *options)
     else:
         out, lse = problem.attend(*leaves, starts)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
 from cp_dispatch.varlen import exchange
+from cp_dispatch.varlen import kernel as kernel_module
 from cp_dispatch.varlen import keys as keys_module
 from cp_dispatch.varlen import plan as plan_module
 from cp_dispatch.varlen import traffic as traffic_module
@@ -187,7 +189,7 @@ def test_opcheck():
     problem = VarlenProblem((3, 0, 5), (4, 2, 5), heads=2, key_heads=1, rest=1)
     *tensors, grad = problem.tensors()
     leaves = [x.requires_grad_() for x in tensors]
-    options = [*problem.starts(), [2, 0], None, *problem.totals, False, [], 0, "", ""]
+    options = [*problem.starts(), [2, 0], None, *problem.totals, False, None, [], 0, "", ""]
     torch.library.opcheck(FORWARD, (*leaves, *options))
     out, lse = (x.detach() for x in FORWARD(*leaves, *options))
     for key_grad in (True, False):
@@ -203,7 +205,7 @@ def test_gradients_are_in_the_dtypes_of_their_tensors(monkeypatch, rest, most):
     monkeypatch.setattr(exchange, "_MOST_SUMS", most)
     problem = VarlenProblem((3, 5), dtype=torch.bfloat16, rest=rest)
     *tensors, grad = problem.tensors()
-    options = [*problem.starts(), [-1, 0], None, *problem.totals, False, [], 0, "", ""]
+    options = [*problem.starts(), [-1, 0], None, *problem.totals, False, None, [], 0, "", ""]
     grads = BACKWARD(grad, *tensors, *FORWARD(*tensors, *options), *options, True)
     assert [x.dtype for x in grads] == [torch.bfloat16] * 3
 
@@ -269,8 +271,10 @@ def test_a_plan_is_made_once(monkeypatch):
             is_cut = starts is placed[1]
             assert handlers == ({"refused"} if is_cut else {"cp_dispatch"})
             assert len(made) == (3 if is_cut else 1)
+        one = VarlenCall(*tensors, cu_seq, cu_seq, num_splits=1)
+        assert plan_module.known_plan(Options(), one).handler == "cp_dispatch"
         for name in ("seqused_k", "block_table", "num_splits"):
-            call = VarlenCall(*tensors, cu_seq, cu_seq, **{name: 1})
+            call = VarlenCall(*tensors, cu_seq, cu_seq, **{name: 2})
             plan = plan_module.known_plan(Options(), call)
             assert plan.handler == "refused" and name in plan.reasons[0]
 
@@ -323,3 +327,15 @@ def test_explain_refuses_shapes_and_arguments():
             plan = cp_dispatch.explain_varlen(*tensors, **given)
             (reason,) = plan.reasons
             assert plan.handler == "refused" and words in reason, plan
+
+
+@pytest.mark.parametrize("given", [None, 1])
+def test_the_kernel_gets_num_splits(monkeypatch, given):
+    """Where it was given: torch 2.11 does not have it."""
+    aten, x = mock.Mock(), torch.zeros(2, 1, 8)
+    aten._flash_attention_forward.return_value = x, x
+    monkeypatch.setattr(kernel_module, "aten", aten)
+    kernel = kernel_module.Kernel([(2, 2)], Window(-1, 0), given, torch.device("cpu"))
+    kernel._starts, kernel._longest = (x, x), [2, 2]
+    kernel.forward(x, x, x, 1.0)
+    assert aten._flash_attention_forward.call_args.kwargs.get("num_splits") == given

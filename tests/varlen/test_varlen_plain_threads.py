@@ -176,7 +176,7 @@ REFUSED = {
     "no buffers": ("without buffers the order of the shards is unknown", {"buffers": False}),
     "four dims": ("query must have shape \\[L, H, D\\], got \\[1, 24, 4, 8\\]", {
         "shards": lambda x: x[None]}),
-    "num_splits": ("num_splits is not supported", {"num_splits": 1}),
+    "num_splits": ("num_splits is 2; pass 1", {"num_splits": 2}),
 }  # fmt: skip
 
 

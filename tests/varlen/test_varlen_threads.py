@@ -391,7 +391,8 @@ def test_inference_arguments_are_refused():
         mesh = init_device_mesh("cpu", (2,))
         tensors = [distribute(x, mesh, ROWS) for x in BASE.tensors()[:3]]
         starts = BASE.starts()
-        for extra in ({"num_splits": 1}, {"seqused_k": starts[0][1:]}):
+        varlen_attn(*tensors, *starts, 20, 20, num_splits=1)
+        for extra in ({"num_splits": 2}, {"seqused_k": starts[0][1:]}):
             with pytest.raises(ContextParallelError, match=next(iter(extra))):
                 varlen_attn(*tensors, *starts, 20, 20, **extra)
         with pytest.raises(ContextParallelError, match="varlen_attn_out"):
