@@ -81,6 +81,7 @@ __all__ = [
     "dtensor_spec",
     "dynamo_traces",
     "forget_resolved_kernels",
+    "forward_pre_hooks",
     "functorch_is_active",
     "fused_sdp_choice",
     "generate_redistribute_costs",
@@ -282,6 +283,11 @@ def trace_gradients(score_mod, query: torch.Tensor, captured: tuple):
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Callable]:
+    """The forward pre-hooks of a module and all modules inside."""
+    return [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
 
 
 # Where a higher-order op's kernels for plain tensors are: with autograd, and in inference mode.

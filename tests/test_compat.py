@@ -1119,6 +1119,13 @@ def test_count_traced():
     assert counts == [1, 2]
 
 
+def test_forward_pre_hooks():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].register_forward_pre_hook(print)
+    model.register_forward_pre_hook(test_forward_pre_hooks, with_kwargs=True)
+    assert _compat.forward_pre_hooks(model) == [test_forward_pre_hooks, print]
+
+
 def test_active_ddp_module(mesh):
     class Inner(nn.Linear):
         def forward(self, x):

@@ -7,6 +7,7 @@ import sys
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_dispatch._compat import forward_pre_hooks
 from cp_dispatch.errors import ContextParallelError
 
 #: Why other attention than ``F.scaled_dot_product_attention`` is refused, and what to do.
@@ -49,8 +50,7 @@ def drops_masks(model) -> bool:
     attention by ``is_causal=True``."""
     if not isinstance(model, torch.nn.Module):
         return False
-    hooks = (hook for part in model.modules() for hook in part._forward_pre_hooks.values())
-    names = (getattr(hook, "__qualname__", "") for hook in hooks)
+    names = (getattr(hook, "__qualname__", "") for hook in forward_pre_hooks(model))
     return any(name.startswith("_attach_context_parallel_hooks.") for name in names)
 
 
