@@ -345,13 +345,13 @@ def many_documents(ranks: int) -> Geometry:
 
 def test_tiles_of_many_documents_are_kept(monkeypatch):
     """Every call made them anew, because the spans of all their keys were too many to keep."""
-    geometry, made = many_documents(4), []
+    geometry, made = many_documents(8), []
     monkeypatch.setattr(
         "cp_dispatch.layouts.geometry.tiles", lambda *key: made.append(key) or tiles(*key)
     )
     for _ in range(2):
-        assert sum(len(geometry.tiles(1, owner)) for owner in range(4)) > 1000
-    assert len(made) == 4
+        assert sum(len(geometry.tiles(1, owner)) for owner in range(8)) > 7000
+    assert len(made) == 8
 
 
 def test_spans_of_tiles_are_worked_out_only_where_they_are_read(monkeypatch):
