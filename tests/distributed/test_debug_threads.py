@@ -22,6 +22,7 @@ from cp_dispatch import ContextParallel, ContextParallelError, HeadTail, context
 from tests.distributed.sharded import distribute
 from tests.distributed.test_plain_threads import on_mesh, sequences
 from tests.distributed.threads import run_threads
+from tests.ranks import with_rows
 
 varlen_attn_out = getattr(varlen, "varlen_attn_out", None)
 ONES = torch.ones(16, 16, dtype=torch.bool)
@@ -241,10 +242,22 @@ def test_lengths_of_shards_in_the_style_are_no_disagreement():
     on_mesh(2, body)
 
 
+def grouped(query, key, value):
+    return flex_attention(query, key[:, :1], value[:, :1], enable_gqa=True)
+
+
+def of_wrong_shards(query, key, value):
+    key = with_rows(key.device_mesh, 7, key.shape, 2)
+    return flex_attention(query, key, key)
+
+
 @pytest.mark.parametrize("call, words", [
     (lambda *x: flex_attention(*x, scale=0.5), "scale=0.5"),
     (F.scaled_dot_product_attention, "* scaled_dot_product_attention\n"),
-], ids=["scale", "function"])  # fmt: skip
+    (cp_dispatch.enabled(schedule="ring")(flex_attention), "schedule='ring'"),
+    (grouped, "(1, 1, 16, 8)"),
+    (of_wrong_shards, "that the global shapes imply: False"),
+], ids=["scale", "function", "schedule", "heads", "shards"])  # fmt: skip
 def test_flex_attention_on_all_ranks_but_one(call, words):
     def body(mesh):
         own = [distribute(torch.randn(1, 2, 16, 8), mesh, [Shard(2)]) for _ in range(3)]

@@ -596,6 +596,16 @@ def test_a_compiled_module_in_the_style_takes_and_returns_no_other_containers(wr
             module(*sequences(16), more=more)
 
 
+def test_a_compiled_module_in_the_style_without_attention():
+    """It may be where dynamo does not see it, and would be local there."""
+    torch._dynamo.reset()
+    with fake_ranks(2) as mesh, torch.no_grad():
+        module = parallelize_module(nn.Identity(), mesh, ContextParallel(balancer=None))
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="calls no scaled_dot_product_at"):
+            compiled(torch.zeros(1, 1, 4, 4))
+
+
 @pytest.mark.parametrize("attend", [
     F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
