@@ -49,10 +49,9 @@ class VarlenCall:
         lines = [
             f"{name}: {describe_tensor(x)}" for name, x in (self.tensors | self.starts).items()
         ]
-        lines.append(
-            f"window_size={tuple(self.window_size or (-1, -1))}, is_causal={self.is_causal}, "
-            f"scale={self.scale}"
-        )
+        causal = "is_causal=True, " if self.is_causal else ""
+        window = tuple(self.window_size or (-1, -1))
+        lines.append(f"window_size={window}, {causal}scale={self.scale}")
         given = {
             name: describe_tensor(getattr(self, name))
             for name in ("seqused_k", "block_table", "num_splits")

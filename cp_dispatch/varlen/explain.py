@@ -55,7 +55,8 @@ def explain_varlen(
         context = plain_context()
         if context is not None and context.world_size > 1:
             return _explain_shards(context, call)
-        return VarlenPlan("stock", reasons=("no argument is a DTensor",), call=described)
+        why = "no argument is a DTensor, and no block of context_parallel is on in this thread"
+        return VarlenPlan("stock", reasons=(why,), call=described)
     options = current_options()
     if options is None:
         reasons = ("cp_dispatch is not enabled, and torch has no rule for DTensors",)
