@@ -127,10 +127,13 @@ def plan_of(context: PlainContext, call: VarlenCall, lengths: tuple[int, int]) -
     starts = tuple(
         x if x is None else (tuple(map(int, x.shape)), x.dtype) for x in call.starts.values()
     )
-    others = call.seqused_k is not None, call.block_table is not None, call.num_splits
     options = Options(context.schedule, order_of(context, lengths))
-    window = None if call.window_size is None else tuple(call.window_size)
-    return _plan(context.mesh, options, outlines, starts, call.is_causal, window, others)
+    # In a trace numbers may be symbols (dynamic=True), which cannot be looked up.
+    window = None if call.window_size is None else tuple(map(int, call.window_size))
+    splits = None if call.num_splits is None else int(call.num_splits)
+    others = call.seqused_k is not None, call.block_table is not None, splits
+    is_causal = bool(call.is_causal)
+    return _plan(context.mesh, options, outlines, starts, is_causal, window, others)
 
 
 @functools.lru_cache(maxsize=256)
