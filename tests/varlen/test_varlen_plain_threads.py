@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -206,6 +207,26 @@ def test_refusals(case, debug, monkeypatch):
                 varlen_attn(*shards, *starts, 20, 20, **more)
 
     on_mesh(2, body)
+
+
+def test_transforms_and_tangents_are_refused():
+    """The op has no rule for them; it would return results without tangents."""
+    problem = VarlenProblem()
+
+    def body(mesh):
+        query, *others = (x[:24] for x in problem.tensors()[:3])
+
+        def attend(query):
+            return problem.attend(query, *others, problem.starts())[0]
+
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="forward-mode AD is on"):
+                attend(forward_ad.make_dual(query, query))
+            with pytest.raises(ContextParallelError, match="torch.func transforms"):
+                torch.func.vjp(attend, query)
+
+    with forward_ad.dual_level():  # of the process
+        on_mesh(2, body)
 
 
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no such variant")
