@@ -289,3 +289,15 @@ def test_explain():
     for mine, uneven in on_mesh(2, body):
         assert (mine.handler, mine.ring_shape, mine.rows_sent) == ("cp_dispatch", (2,), (7, 1))
         assert uneven.handler == "cp_dispatch" and len(uneven.rows_sent) == 2
+
+
+def test_explain_takes_the_length_of_the_documents():
+    """Where buffers of several lengths give a rank as many rows."""
+    problem = VarlenProblem((5, 20, 8), (5, 20, 9))  # 33 rows and 34 keys
+
+    def body(mesh):
+        inputs = problem.tensors()[:3]
+        with context_parallel(mesh, buffers=inputs, buffer_seq_dims=[0] * 3, balancer=None):
+            return cp_dispatch.explain_varlen(*inputs, *problem.starts(), window_size=(-1, 0))
+
+    assert [(x.handler, x.rows_sent) for x in on_mesh(2, body)] == [("cp_dispatch", (12, 0))] * 2
