@@ -25,6 +25,7 @@ from cp_dispatch import (
     context_parallel,
     context_parallel_unshard,
 )
+from cp_dispatch.varlen.ops import FORWARD
 from tests.distributed.threads import run_threads
 from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_in_block
 
@@ -227,6 +228,15 @@ def test_transforms_and_tangents_are_refused():
 
     with forward_ad.dual_level():  # of the process
         on_mesh(2, body)
+
+
+def test_ops_refuse_tangents():
+    """Compiled graphs call them with whatever the graph is given."""
+    problem = VarlenProblem()
+    query, key, value, _ = problem.tensors()
+    options = [-1, 0], None, 48, 48, False, None, [], 0, "", ""
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        FORWARD(forward_ad.make_dual(query, query), key, value, *problem.starts(), *options)
 
 
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no such variant")
