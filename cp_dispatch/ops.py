@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_dispatch._compat import below_autograd, local_tensor_mode, run_uncompiled
+from cp_dispatch._compat import below_autograd, has_tangent, local_tensor_mode, run_uncompiled
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import recomputed
@@ -177,7 +177,7 @@ def _autograd(name: str):
 
     @run_uncompiled
     def autograd_kernel(*args):
-        if torch.is_grad_enabled() and _any_needs_grad(args):
+        if needs_autograd(args):
             return RingAttention.apply(*args)
         with below_autograd():
             return forward_op(name)(*args[:3], _on_mesh(args[0], args[3]), *args[4:])
@@ -209,8 +209,12 @@ def _is_outside(query: Tensor) -> bool:
     return isinstance(query, DTensor) and query.device_mesh.get_coordinate() is None
 
 
-def _any_needs_grad(args: tuple) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in args)
+def needs_autograd(args: tuple) -> bool:
+    """Whether a gradient is wanted, or a tangent has come in, which an autograd.Function refuses
+    and the op below it would drop. Compiled graphs pass them on."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        return True
+    return any(isinstance(x, Tensor) and has_tangent(x) for x in args)
 
 
 def _refuse_double_backward(name: str):
@@ -236,7 +240,7 @@ def _refuse_double_backward(name: str):
 
     @run_uncompiled
     def autograd_kernel(*args):
-        if torch.is_grad_enabled() and _any_needs_grad(args):
+        if needs_autograd(args):
             return RingAttentionBackward.apply(*args)
         with below_autograd():
             return backward_op(name)(*args)

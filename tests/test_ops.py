@@ -95,6 +95,14 @@ def backward_args(backend: str, tensors, causal=False, key_grad=True):
     return (torch.randn_like(out), *tensors, out, lse, *arguments, key_grad, False)
 
 
+def test_tangents_are_refused():
+    """Compiled graphs call the op with whatever the graph is given."""
+    query, key, value = (torch.randn(1, 2, 8, 4) for _ in range(3))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        dual = torch.autograd.forward_ad.make_dual(query, query)
+        ops.forward_op("math")(dual, key, value, *options(query, key))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", CPU)
 def test_opcheck_forward(backend, shape):

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks
 from cp_dispatch.planning.transport import redistributed
 from cp_dispatch.varlen.call import VarlenCall
@@ -78,17 +80,31 @@ def _explain_shards(context: PlainContext, call: VarlenCall) -> VarlenPlan:
     described = words(context, call)
     try:
         check_form(context, call)
-        lengths = tuple(
-            sum(rows_of_ranks(context, int(x.shape[0]), name, assumed))
-            if context.uneven
-            else int(x.shape[0]) * context.world_size
-            for name, x in (("query", call.query), ("key", call.key))
+        lengths = (
+            _length(context, call.query, call.cu_seq_q, "query", assumed),
+            _length(context, call.key, call.cu_seq_k, "key", assumed),
         )
         plan = plan_of(context, call, lengths)
     except ContextParallelError as error:
         return VarlenPlan("refused", reasons=(str(error),), call=described)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *assumed), call=described)
     return plan if plan.handler == "refused" else _with_rows(plan, call, lengths, True)
+
+
+def _length(context: PlainContext, x: Tensor, starts: Tensor, name: str, assumed: list[str]) -> int:
+    """The length of the whole sequence. If this rank cannot know it, that of the documents, which
+    have to fill it, where that fits."""
+    own, ranks = int(x.shape[0]), context.world_size
+    if not context.uneven:
+        return own * ranks
+    unsure: list[str] = []
+    found = sum(rows_of_ranks(context, own, name, unsure))
+    if unsure and isinstance(starts, Tensor) and starts.ndim == 1 and len(starts):
+        end = max(0, int(starts[-1]))
+        if chunk(Span(0, end), ranks)[context.mesh.get_local_rank()].length == own:
+            return end
+    assumed += unsure
+    return found
 
 
 def _with_rows(

@@ -17,7 +17,7 @@ from cp_dispatch._compat import below_autograd, resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import recomputed
-from cp_dispatch.ops import NAMESPACE, refuse_local_tensor_mode
+from cp_dispatch.ops import NAMESPACE, needs_autograd, refuse_local_tensor_mode
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.ranges import part
 from cp_dispatch.varlen.job import VarlenJob, job_of
@@ -182,7 +182,7 @@ class VarlenAttentionBackward(torch.autograd.Function):
 def _autograd(function, op):
     @run_uncompiled
     def autograd_kernel(*args):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        if needs_autograd(args):
             return function.apply(*args)
         with below_autograd():
             return op()(*args)

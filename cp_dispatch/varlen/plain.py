@@ -14,7 +14,12 @@ import functools
 import torch
 from torch import Tensor
 
-from cp_dispatch._compat import disable_current_modes, is_tracing
+from cp_dispatch._compat import (
+    disable_current_modes,
+    functorch_is_active,
+    has_tangent,
+    is_tracing,
+)
 from cp_dispatch.agreement import agree, debug_is_on, tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.groups import ring_group_name
@@ -88,6 +93,10 @@ def _lengths(context: PlainContext, call: VarlenCall) -> tuple[int, int]:
 
 def check_form(context: PlainContext, call: VarlenCall) -> None:
     """Raise ContextParallelError for errors that do not depend on what other ranks hold."""
+    if functorch_is_active():
+        refuse("torch.func transforms (vmap, grad, jvp) are on; use autograd, or leave the block")
+    if any(map(has_tangent, call.tensors.values())):  # which the op would drop
+        refuse("forward-mode AD is on; use reverse mode, or leave the block")
     device = context.mesh.device_type
     for name, tensor in (call.tensors | call.starts).items():
         if isinstance(tensor, Tensor) and tensor.device.type != device:
@@ -127,10 +136,13 @@ def plan_of(context: PlainContext, call: VarlenCall, lengths: tuple[int, int]) -
     starts = tuple(
         x if x is None else (tuple(map(int, x.shape)), x.dtype) for x in call.starts.values()
     )
-    others = call.seqused_k is not None, call.block_table is not None, call.num_splits
     options = Options(context.schedule, order_of(context, lengths))
-    window = None if call.window_size is None else tuple(call.window_size)
-    return _plan(context.mesh, options, outlines, starts, call.is_causal, window, others)
+    # In a trace numbers may be symbols (dynamic=True), which cannot be looked up.
+    window = None if call.window_size is None else tuple(map(int, call.window_size))
+    splits = None if call.num_splits is None else int(call.num_splits)
+    others = call.seqused_k is not None, call.block_table is not None, splits
+    is_causal = bool(call.is_causal)
+    return _plan(context.mesh, options, outlines, starts, is_causal, window, others)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,6 +25,7 @@ from cp_dispatch import (
     context_parallel,
     context_parallel_unshard,
 )
+from cp_dispatch.varlen.ops import FORWARD
 from tests.distributed.threads import run_threads
 from tests.varlen.problems import ROWS, VarlenProblem, check, exact, one_device, run_in_block
 
@@ -208,6 +210,35 @@ def test_refusals(case, debug, monkeypatch):
     on_mesh(2, body)
 
 
+def test_transforms_and_tangents_are_refused():
+    """The op has no rule for them; it would return results without tangents."""
+    problem = VarlenProblem()
+
+    def body(mesh):
+        query, *others = (x[:24] for x in problem.tensors()[:3])
+
+        def attend(query):
+            return problem.attend(query, *others, problem.starts())[0]
+
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="forward-mode AD is on"):
+                attend(forward_ad.make_dual(query, query))
+            with pytest.raises(ContextParallelError, match="torch.func transforms"):
+                torch.func.vjp(attend, query)
+
+    with forward_ad.dual_level():  # of the process
+        on_mesh(2, body)
+
+
+def test_ops_refuse_tangents():
+    """Compiled graphs call them with whatever the graph is given."""
+    problem = VarlenProblem()
+    query, key, value, _ = problem.tensors()
+    options = [-1, 0], None, 48, 48, False, None, [], 0, "", ""
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        FORWARD(forward_ad.make_dual(query, query), key, value, *problem.starts(), *options)
+
+
 @pytest.mark.skipif(not hasattr(varlen, "varlen_attn_out"), reason="this torch has no such variant")
 def test_out_variant_is_refused():
     def body(mesh):
@@ -268,3 +299,15 @@ def test_explain():
     for mine, uneven in on_mesh(2, body):
         assert (mine.handler, mine.ring_shape, mine.rows_sent) == ("cp_dispatch", (2,), (7, 1))
         assert uneven.handler == "cp_dispatch" and len(uneven.rows_sent) == 2
+
+
+def test_explain_takes_the_length_of_the_documents():
+    """Where buffers of several lengths give a rank as many rows."""
+    problem = VarlenProblem((5, 20, 8), (5, 20, 9))  # 33 rows and 34 keys
+
+    def body(mesh):
+        inputs = problem.tensors()[:3]
+        with context_parallel(mesh, buffers=inputs, buffer_seq_dims=[0] * 3, balancer=None):
+            return cp_dispatch.explain_varlen(*inputs, *problem.starts(), window_size=(-1, 0))
+
+    assert [(x.handler, x.rows_sent) for x in on_mesh(2, body)] == [("cp_dispatch", (12, 0))] * 2

@@ -233,6 +233,22 @@ def in_a_block(env: Env, backend: str) -> None:
                 check(got, exact(problem), one_device(problem))
 
 
+def windows_in_a_block(env: Env) -> None:
+    """As arguments, which are symbols to a graph for all sizes."""
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def attend(query, key, value, starts, left, right):
+        problem = VarlenProblem(key_heads=2, window=(left, right))
+        return problem.attend(query, key, value, starts)
+
+    for window in (-1, 0), (3, 2), (-1, -1):
+        problem = VarlenProblem(key_heads=2, window=window)
+        given = dict(zip(("left", "right"), window, strict=True))
+        got = run_in_block(problem, env.mesh(), attend=functools.partial(attend, **given))
+        check(got, exact(problem), one_device(problem))
+
+
 def one_node_in_a_block(env: Env) -> None:
     torch._dynamo.reset()
     found: list[str] = []
@@ -266,6 +282,7 @@ CASES = {
     "block, eager graph": functools.partial(in_a_block, backend="eager"),
     "block, aot_eager": functools.partial(in_a_block, backend="aot_eager"),
     "block, inductor": functools.partial(in_a_block, backend="inductor"),
+    "block, windows": windows_in_a_block,
     "block, one node each way": one_node_in_a_block,
     "model": functools.partial(in_a_model, compile=False),
     "model compiled": functools.partial(in_a_model, compile=True),
