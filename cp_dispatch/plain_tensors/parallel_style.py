@@ -34,6 +34,7 @@ from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
 from cp_dispatch.plain_tensors.context import PlainContext, check_balancer, check_order
 from cp_dispatch.plain_tensors.style_dtensors import has_sequence, whole_output, wholes_among
+from cp_dispatch.plain_tensors.style_forward import own_forward, take_off
 from cp_dispatch.plain_tensors.style_mark import mark
 from cp_dispatch.plain_tensors.traced_style import map_tensors, traced_forward
 from cp_dispatch.toggle import (
@@ -130,7 +131,7 @@ class ContextParallel(ParallelStyle):
         if before == (device_mesh, group):
             return module  # applied before, for example because two parents share the module
         if before is not None:
-            _take_off(module)
+            take_off(module)
         if self.attention_type == "flex":
             kind = tuple(inspect.signature(module.forward).parameters)
         else:
@@ -138,7 +139,7 @@ class ContextParallel(ParallelStyle):
             kind = sliding_window(module)
         # Bound, so that a copy of the module has its own. No hooks: dynamo guards on their ids,
         # and would compile every layer of a model anew.
-        forward = self._forward(device_mesh, group, kind, _own_forward(module))
+        forward = self._forward(device_mesh, group, kind, own_forward(module))
         module.forward = types.MethodType(forward, module)
         if self.attention_type == "sdpa" and isinstance(module, nn.MultiheadAttention):
             # In eval mode an encoder layer passes its attention's parameters to a fused kernel and
@@ -279,25 +280,6 @@ class ContextParallel(ParallelStyle):
         return PlainContext.of(
             mesh, schedule, balancer, whole, order_is_known=known, lengths=own, window=window
         )
-
-
-def _own_forward(module: nn.Module):
-    """The forward that a module has in place of its class's, as a function of the module, because
-    a copy of the module copies a bound method too."""
-    own = vars(module).get("forward")
-    if own is None:
-        return None
-    if isinstance(own, types.MethodType) and own.__self__ is module:
-        return own.__func__
-    return lambda _, *args, **kwargs: own(*args, **kwargs)
-
-
-def _take_off(module: nn.Module) -> None:
-    """Give a module the forward back that it had before the style."""
-    own = module.forward.own
-    del module.forward
-    if own is not None:
-        module.forward = types.MethodType(own, module)
 
 
 def _no_fused_kernel(module: nn.Module, args: tuple) -> None:
