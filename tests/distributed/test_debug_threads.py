@@ -187,11 +187,15 @@ def test_varlen_attn_on_one_rank():
     def body(mesh):
         own = torch.randn(1, 2, 8, 8)
         packed, ends = own[0].transpose(0, 1), torch.tensor([0, 8], dtype=torch.int32)
-        with context_parallel(mesh, balancer=None), refused(mesh, "varlen_attn on plain tensors"):
-            if mesh.get_local_rank() == 0:
-                varlen_attn(packed, packed, packed, ends, ends, 8, 8)
-            else:
-                F.scaled_dot_product_attention(own, own, own)
+        with context_parallel(mesh, balancer=None):
+            first = mesh.get_local_rank() == 0
+            if first:
+                packed = packed[None]
+            with refused(mesh, "varlen_attn on plain shards"):
+                if first:
+                    varlen_attn(packed, packed, packed, ends, ends, 8, 8)
+                else:
+                    F.scaled_dot_product_attention(own, own, own)
 
     on_mesh(2, body)
 
