@@ -12,11 +12,11 @@ from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import chunk
-from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks
+from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks, words
 from cp_dispatch.planning.transport import redistributed
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
-from cp_dispatch.varlen.plain import check_form, plan_of, words
+from cp_dispatch.varlen.plain import check_form, plan_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
 from cp_dispatch.varlen.refusal import placements_of_keys
 from cp_dispatch.varlen.rule import local_starts

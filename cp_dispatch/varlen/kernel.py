@@ -27,7 +27,7 @@ class Kernel:
         device: torch.device,
     ):  # fmt: skip
         self.sizes, self.window = sizes, window
-        # Torch 2.11 has no such argument, and never splits.
+        # Torch 2.11 has no such argument.
         self._splits = {} if num_splits is None else {"num_splits": num_splits}
         self._starts = self._longest = None
         if device.type == "cuda":

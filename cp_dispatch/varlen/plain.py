@@ -26,7 +26,7 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options
 from cp_dispatch.plain_tensors.checkpoints import attended
-from cp_dispatch.plain_tensors.context import PlainContext, outline, whole_of
+from cp_dispatch.plain_tensors.context import PlainContext, outline, whole_of, words
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 from cp_dispatch.plain_tensors.uneven import UNEVEN_IN_A_TRACE, not_chunks, told_by_ranks
 from cp_dispatch.varlen.call import VarlenCall
@@ -62,15 +62,6 @@ def attend_plain(context: PlainContext, call: VarlenCall) -> tuple[Tensor, Tenso
     )  # fmt: skip
     state = torch.empty(2, dtype=torch.uint64, device=call.query.device)
     return output, logsumexp, state
-
-
-def words(context: PlainContext, call: VarlenCall) -> str:
-    """The call on plain shards in words, for messages."""
-    order = context.balancer if context.balancer is not None else "natural"
-    return (
-        f"{call.describe()}\nas this rank's shards inside context_parallel over "
-        f"{context.world_size} ranks, order {order}"
-    )
 
 
 def _lengths(context: PlainContext, call: VarlenCall) -> tuple[int, int]:
@@ -110,6 +101,9 @@ def check_form(context: PlainContext, call: VarlenCall) -> None:
                 f"{sorted(context.lengths)} along seq_dim; seq_dim must be the dim that is dim 0 "
                 "in varlen_attn"
             )
+    rows = [int(x.shape[0]) for x in (call.key, call.value)]
+    if rows[0] != rows[1]:
+        refuse(f"key and value must have the same length, got {rows[0]} and {rows[1]} rows")
     if reason := overwritten_by_ddp(context.mesh):
         refuse(reason)
 
@@ -133,9 +127,7 @@ def plan_of(context: PlainContext, call: VarlenCall, lengths: tuple[int, int]) -
         ((length, *map(int, x.shape[1:])), x.dtype)
         for x, length in zip(call.tensors.values(), (*lengths, lengths[1]), strict=True)
     )
-    starts = tuple(
-        x if x is None else (tuple(map(int, x.shape)), x.dtype) for x in call.starts.values()
-    )
+    starts = tuple(x if x is None else _kind_of_starts(x) for x in call.starts.values())
     options = Options(context.schedule, order_of(context, lengths))
     # In a trace numbers may be symbols (dynamic=True), which cannot be looked up.
     window = None if call.window_size is None else tuple(map(int, call.window_size))
@@ -143,6 +135,13 @@ def plan_of(context: PlainContext, call: VarlenCall, lengths: tuple[int, int]) -
     others = call.seqused_k is not None, call.block_table is not None, splits
     is_causal = bool(call.is_causal)
     return _plan(context.mesh, options, outlines, starts, is_causal, window, others)
+
+
+def _kind_of_starts(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype, as far as a plan depends on them: not on the number of documents, for each
+    of which a graph would be compiled."""
+    is_usual = x.ndim == 1 and x.dtype is torch.int32 and x.shape[0] > 0
+    return (1,) if is_usual else tuple(map(int, x.shape)), x.dtype
 
 
 @functools.lru_cache(maxsize=256)

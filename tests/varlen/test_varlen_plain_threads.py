@@ -178,6 +178,8 @@ REFUSED = {
     "no buffers": ("without buffers the order of the shards is unknown", {"buffers": False}),
     "four dims": ("query must have shape \\[L, H, D\\], got \\[1, 24, 4, 8\\]", {
         "shards": lambda x: x[None]}),
+    "longer values": ("same length, got 24 and 48 rows", {
+        "value": lambda x: torch.cat([x, x])}),
     "num_splits": ("num_splits is 2; pass 1", {"num_splits": 2}),
 }  # fmt: skip
 
@@ -199,6 +201,7 @@ def test_refusals(case, debug, monkeypatch):
             stack.enter_context(context_parallel(mesh, **around if given.get("buffers", 1) else {}))
             starts = given.get("starts", BASE.starts())
             shards = list(map(given.get("shards", lambda x: x), shards))
+            shards[2] = given.get("value", lambda x: x)(shards[2])
             if "num_splits" not in given:
                 plan = cp_dispatch.explain_varlen(*shards, *starts)
                 assert plan.handler == "refused"

@@ -249,6 +249,25 @@ def windows_in_a_block(env: Env) -> None:
         check(got, exact(problem), one_device(problem))
 
 
+def numbers_of_documents(env: Env, block: bool) -> None:
+    """One graph for the first number of documents, and one for all others."""
+    torch._dynamo.reset()
+    lengths = (5, 20, 1, 9, 13), (40, 5, 3), (24, 24), (9,) * 5 + (3,)
+    problems = [VarlenProblem(x, key_heads=2) for x in lengths]
+
+    def attend(query, key, value, starts):
+        return problems[0].attend(query, key, value, starts)
+
+    attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for step, problem in enumerate(problems):
+        with torch._dynamo.config.patch(error_on_recompile=step > 1), cp_dispatch.enabled():
+            if block:
+                got = run_in_block(problem, env.mesh(), attend=attend)
+            else:
+                got = run_sharded(problem, env.mesh(), attend=attend)
+        check(got, exact(problem), one_device(problem))
+
+
 def one_node_in_a_block(env: Env) -> None:
     torch._dynamo.reset()
     found: list[str] = []
@@ -283,6 +302,8 @@ CASES = {
     "block, aot_eager": functools.partial(in_a_block, backend="aot_eager"),
     "block, inductor": functools.partial(in_a_block, backend="inductor"),
     "block, windows": windows_in_a_block,
+    "numbers of documents": functools.partial(numbers_of_documents, block=False),
+    "block, numbers of documents": functools.partial(numbers_of_documents, block=True),
     "block, one node each way": one_node_in_a_block,
     "model": functools.partial(in_a_model, compile=False),
     "model compiled": functools.partial(in_a_model, compile=True),
