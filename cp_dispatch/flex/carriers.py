@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.by_need.copies import copy_all
 from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import copy_all, rows_of, split_rows
+from cp_dispatch.flex.rows import rows_of, split_rows
 from cp_dispatch.schedules.comm import Ring
 
 

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dispatch._compat import all_gather_single
+from cp_dispatch.by_need.copies import copy_all
 from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.by_need.selector import Pairs, Selector
 from cp_dispatch.flex.needs import Move, Needs, everything, most_runs, moves, packs, pays_to_gather
 from cp_dispatch.flex.offered import Offered
-from cp_dispatch.flex.rows import copy_all, pack_rows, split_rows
+from cp_dispatch.flex.rows import pack_rows, split_rows
 from cp_dispatch.flex.sums import Sums
 
 # Above this many bytes ranks exchange one distance at a time, so that no rank holds a second copy

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from cp_dispatch._compat import resolve_group
+from cp_dispatch.by_need.copies import copy_all
 from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.flight import Arrivals, Returns, find, register, returns_of
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob, exchange_of
 from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define
 from cp_dispatch.flex.pulled import gradients_by, keys_by
-from cp_dispatch.flex.rows import copy_all
 from cp_dispatch.flex.to_the_end import ToTheEnd, pulls_after
 from cp_dispatch.schedules.comm import Ring
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from cp_dispatch._compat import resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.by_need.ownership import Ownership
+from cp_dispatch.by_need.to_the_end import finish
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.cut import Blocks, listed, packed_size
 from cp_dispatch.flex.exchange import Exchange
@@ -29,7 +30,7 @@ from cp_dispatch.flex.mask_job import MaskJob, exchange_of, known_of, order_tabl
 from cp_dispatch.flex.prepared import find, keep_gradients, keep_keys
 from cp_dispatch.flex.pulled import PulledKeys, keys_by, sums_by
 from cp_dispatch.flex.rows import rows_of, split_rows
-from cp_dispatch.flex.to_the_end import ToTheEnd, finish
+from cp_dispatch.flex.to_the_end import ToTheEnd
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.schedules.comm import Ring

@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cp_dispatch._compat import view_of
 from cp_dispatch.bounded import keep
-from cp_dispatch.by_need.selector import Indexed, Pairs
+from cp_dispatch.by_need.copies import copies
+from cp_dispatch.by_need.here import Here, here_of, stand_in
+from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.exchange import Exchange
 from cp_dispatch.flex.pulled import MOST_VIEWS, PulledGradients, PulledKeys
-from cp_dispatch.flex.rows import copies
 from cp_dispatch.flex.sums import RowSums
 from cp_dispatch.native.parts import way_to_add
 from cp_dispatch.native.rows import copy_rows, sum_rows
-from cp_dispatch.schedules.copy_ops import copies_of
 
 #: Ways per exchange; an op's shapes hardly change while its mask stays the same.
 _MOST_WAYS = 16
@@ -64,14 +63,6 @@ class Views:
         for place, i, size, strides, offset in self._moving:
             found[place] = view_of(given[i], size, strides, offset)
         return found
-
-
-class Here(NamedTuple):
-    """Copies and the pull after them as one op of the default stream, which takes the tensors of a
-    call and these."""
-
-    rooms: list[Tensor]
-    numbers: Tensor
 
 
 #: Arguments of :func:`copy_rows`: views that are written to, views that are read, and the rest.
@@ -159,7 +150,7 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     if exchange.keys.lanes > 1 or 0 in (key.numel(), value.numel()):
         return
     way = KeysWay(group, carrier.box)
-    given = [_stand_in(x) for x in (key, value, buffer)]
+    given = [stand_in(x) for x in (key, value, buffer)]
     packed = carrier.packed(given[2])
     room, way.there, places = carrier.views_for(given[2], packed)
     offered, own = exchange.offer(room, given[:2]), exchange.own_places(*given)
@@ -171,7 +162,7 @@ def keep_keys(exchange: Exchange, carrier: PulledKeys, group, key, value, buffer
     if key.nbytes + value.nbytes < LONG_COPY:
         found, first = _noted_copies([*offered, *own], given), max(1, len(copies(offered)))
         way.first, way.meanwhile = found[:first], found[first:]
-        way.here = _here(carrier.box, [*offered, *own], places, way.there, given)
+        way.here = here_of(carrier.box, [*offered, *own], places, way.there, given)
     else:  # own rows, for which no other rank waits, while those of others arrive
         way.first, way.meanwhile = _noted_copies(offered, given), _noted_copies(own, given)
     way.last = [] if packed is None else _noted_copies(exchange.unpacked(packed, given[2]), given)
@@ -227,7 +218,7 @@ def keep_gradients(
     """As :func:`keep_keys`; ``grads`` are those that the carrier wrote to."""
     way = GradientsWay(group, carrier.box)
     way.room, there = carrier.views
-    of_keys, sums = [_stand_in(grad_key), _stand_in(grad_value)], [_stand_in(x) for x in grads]
+    of_keys, sums = [stand_in(grad_key), stand_in(grad_value)], [stand_in(x) for x in grads]
     pairs = carrier.shares_of(*of_keys)
     if not _alike([*pairs, *zip(of_keys, grads, strict=True)]):
         return
@@ -237,7 +228,7 @@ def keep_gradients(
     own: Pairs = []
     into: list[Tensor] = []
     if way.by_row is None:
-        came, places = [_stand_in(rows) for rows in there], []
+        came, places = [stand_in(rows) for rows in there], []
         filled = [rows for rows in came if rows.numel()]
         flat = [part for parts in carrier.parts(*of_keys, grads, came) for part in parts]
         way.add, way.pieces = way_to_add(flat, grads, exchange.sums.places)
@@ -252,16 +243,11 @@ def keep_gradients(
     if sum(x.nbytes for x, _ in own) < LONG_COPY:
         pairs, own = [*pairs, *own], []
         targets = filled if way.by_row is None else places
-        way.here = _here(carrier.box, pairs, targets, way.there, given)
+        way.here = here_of(carrier.box, pairs, targets, way.there, given)
     way.staged, way.own = _noted_copies(pairs, given), _noted_copies(own, given)
     way.places, way.parts = Views(places, given), Views(flat, given)
     way.sums = Views(into, given)
     _keep(way, exchange, grad_key, grad_value, key, value)
-
-
-def _stand_in(x: Tensor) -> Tensor:
-    """A meta tensor with the same shape, strides and dtype, and its own storage."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _alike(pairs) -> bool:
@@ -275,19 +261,6 @@ def _noted_copies(pairs: Pairs, given: Sequence[Tensor]) -> Copies:
         views = Views(targets, given), Views(sources, given)
         found.append((*views, index, [0] * len(targets), scatter))
     return found
-
-
-def _here(box, pairs: Pairs, targets, sources, given: Sequence[Tensor]) -> Here | None:
-    """Copies of ``pairs``, then a pull; None if some are by an index."""
-    if any(isinstance(x, Indexed) for pair in pairs for x in pair):
-        return None
-    there = zip(targets, sources, strict=True)
-    pairs, there = ([pair for pair in some if pair[0].numel()] for some in (pairs, there))
-    rooms = {id(x.untyped_storage()): x for pair in [*pairs, *there] for x in pair}
-    for x in given:
-        rooms.pop(id(x.untyped_storage()), None)
-    numbers = (copies_of(some, [*given, *rooms.values()]) for some in (pairs, there))
-    return Here(list(rooms.values()), box.pull_numbers(*numbers))
 
 
 def _copy(kept: Copies, given: Sequence[Tensor]) -> None:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cp_dispatch.by_need.copies import copy_all
 from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.carriers import Collectives, finish_wide, kept_wide
 from cp_dispatch.flex.exchange import Exchange
-from cp_dispatch.flex.rows import copy_all, split_rows
+from cp_dispatch.flex.rows import split_rows
 from cp_dispatch.native.parts import add_up
 from cp_dispatch.native.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring

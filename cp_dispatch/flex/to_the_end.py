@@ -8,12 +8,10 @@ in the graph's own part, is not noticed here.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
+from cp_dispatch.by_need.to_the_end import finish
 from cp_dispatch.schedules.mailbox import Mailbox
-
-_log = logging.getLogger("cp_dispatch")
 
 
 class ToTheEnd:
@@ -36,25 +34,6 @@ class ToTheEnd:
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None and self._box is not None:
             finish(self._box, self._before, self._rest)
-
-
-def finish(box: Mailbox, before: int, rest: Iterable[Mailbox | None] = ()) -> None:
-    """What :class:`ToTheEnd` does after an error; there were ``before`` pulls before the op."""
-    try:
-        if box.pulls == before:
-            _flags_of(box)
-        else:  # the copies write to memory that may be freed now
-            box.wait()
-        for later in rest:
-            if later is None:
-                return
-            _flags_of(later)
-    except Exception:  # the call's own error is the one to raise
-        _log.exception("after an error in flex_attention: the other ranks may wait for this one")
-
-
-def _flags_of(box: Mailbox) -> None:
-    box.pull([], [], then_wait=True)
 
 
 def pulls_after(groups: int, backward: bool, gradients: bool, group: int) -> list[bool]:

@@ -65,7 +65,7 @@ class Mailbox(Room):
         # Whether the default stream itself has pushed and read, so that another stream has to wait
         # for it.
         self._is_ahead = False
-        #: The number of pulls so far (see :mod:`cp_dispatch.flex.to_the_end`).
+        #: The number of pulls so far (see :mod:`cp_dispatch.by_need.to_the_end`).
         self.pulls = 0
         # Recorded when all ranks have read what was offered here last, if that is known.
         self._were_read: torch.cuda.Event | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -10,86 +11,152 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.by_need.selector import Selector
+from cp_dispatch.layouts import Span
+from cp_dispatch.layouts.spans import append
 from cp_dispatch.native.parts import add_up
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.varlen.keys import add, as_batch, in_turn
-from cp_dispatch.varlen.traffic import Traffic
+from cp_dispatch.varlen.keys import Arrived, add, as_batch, in_turn
+from cp_dispatch.varlen.pulled import Pulled, Pulls, pulled
+from cp_dispatch.varlen.traffic import Traffic, table_of
 
 # Up to this many runs of rows are summed in one pass over memory.
 _MOST_SUMS = 32
 
 
 class Exchange:
-    """The transfers of one rank in forward and backward: one all-to-all each, or none if no rank
-    needs keys of another."""
+    """The transfers of one rank in forward and backward, or none if no rank needs keys of another.
 
-    def __init__(self, traffic: Traffic, rank: int, device: torch.device):
-        self._rank, self.moves, self._takes = rank, traffic.moves, traffic.takes
-        self._home = Selector(traffic.home, device)
+    ``order`` is the ``sums`` of the only kernel call's :class:`~cp_dispatch.varlen.keys.CallKeys`
+    if that takes each of the rank's keys once, else None.
+    """
+
+    def __init__(
+        self, traffic: Traffic, keys: Ownership, rank: int, order: Sequence | None,
+        device: torch.device,
+    ):  # fmt: skip
+        self.traffic, self.rank = traffic, rank
+        self.home = Selector(traffic.home, device)
+        self.gives = [Selector(spans, device) for spans in traffic.gives]
+        self.given = [sum(span.length for span in spans) for spans in traffic.gives]
         self._has_all_at_home = traffic.takes[rank] == traffic.rows
-        self._gives = [Selector(spans, device) for spans in traffic.gives]
-        self._owners = range(len(traffic.takes))
-        self._given = [sum(span.length for span in spans) for spans in traffic.gives]
-        # The parts of the sums: this rank's first, then those of other ranks in ascending order.
-        self._takers = [taker for taker, count in enumerate(self._given) if count]
-        self._runs = [traffic.home, *(traffic.gives[taker] for taker in self._takers)]
+        self._keys, self._order, self._device = keys, order, device
+        self._own_places: dict[tuple, Selector] = {}  # for at most two orders
 
     @functools.cached_property
-    def _places(self) -> tuple:
-        """Those of the sums, if these are few."""
-        return tuple(place for runs in self._runs for place in in_turn(runs))
+    def _pulls(self) -> Pulls:
+        ranks = range(self._keys.world_size)
+        table = table_of(self.traffic.needs, self._keys)
+        return Pulls(table, max(map(self._keys.rows, ranks)), self.rank, self._order)
 
-    def bring(self, ring: Ring | None, key: Tensor, value: Tensor) -> list[list[Tensor]]:
-        """This rank's compact keys and compact values, each as the parts from every rank; ``key``
-        and ``value`` are its shards ``(rows, Hkv, D)``."""
-        tensors = key, value
-        own = [self._home.take(x) for x in tensors]
-        if not self.moves:
-            return [[x if owner == self._rank else x[:0] for owner in self._owners] for x in own]
-        send = [[place.take(x) for x in tensors] for place in self._gives]
-        takes = [0 if owner == self._rank else n for owner, n in enumerate(self._takes)]
-        came = self._swap(ring, send, takes, tensors)
-        came[self._rank] = own
-        return [list(parts) for parts in zip(*came, strict=True)]
+    def transfers(
+        self, ring: Ring | None, key: Tensor, value: Tensor, dtype: torch.dtype | None = None
+    ) -> contextlib.AbstractContextManager[Collectives | Pulled]:
+        """The transfers of a call with shards like these, ``(rows, Hkv, D)``; ``dtype`` is that of
+        the gradients that it returns, None if there are none."""
+        if self.traffic.moves and ring.may_push:
+            found = pulled(self._pulls, ring, key, value, dtype, self.add_up)
+            if found is not None:
+                return found
+        return contextlib.nullcontext(Collectives(self, ring if self.traffic.moves else None))
 
-    def bring_back(
-        self, ring: Ring | None, grads: Sequence[Tensor], like: Sequence[Tensor]
+    def add_up(
+        self,
+        grads: Sequence[Tensor],
+        own: Sequence[tuple[int, int, int]],
+        came: Sequence[dict[int, Tensor]],
+        like: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Send the gradients of this rank's compact keys to their owners. Returns the sums of all
-        ranks' gradients for this rank's own keys, like its shards ``like``, rounded once."""
-        parts = [list(grad.split(list(self._takes))) for grad in grads]
-        own = [of_owners[self._rank] for of_owners in parts]
-        came = []
-        if self.moves:
-            empty = [grad[:0] for grad in grads]
-            send = [
-                empty if owner == self._rank else list(of_both)
-                for owner, of_both in enumerate(zip(*parts, strict=True))
+        """The sums of gradients for this rank's shards, which are ``like`` these, rounded once.
+
+        Args:
+            grads: dK and dV of this rank's compact keys, in any order.
+            own: runs of its own rows: the place in the shard, the length, the place in ``grads``.
+            came: those that other ranks computed, by rank in ascending order.
+            like: key and value.
+        """
+        takers = [taker for taker, count in enumerate(self.given) if count]
+        if self._has_all_at_home and not takers and len(own) <= 1:
+            _, count, start = own[0] if own else (0, 0, 0)
+            return [
+                grad[start : start + count].to(x.dtype).contiguous()
+                for grad, x in zip(grads, like, strict=True)
             ]
-            came = self._swap(ring, send, self._given, grads)
-        if self._has_all_at_home and not any(self._given):
-            return [part.to(x.dtype).contiguous() for part, x in zip(own, like, strict=True)]
-        parts = [[part, *(came[taker][i] for taker in self._takers)] for i, part in enumerate(own)]
-        if sum(map(len, self._runs)) > _MOST_SUMS:
-            return [self._wide_sum(of_one, x) for of_one, x in zip(parts, like, strict=True)]
+        parts = [[x, *(of[taker] for taker in takers)] for x, of in zip(grads, came, strict=True)]
+        if len(own) + sum(len(self.traffic.gives[taker]) for taker in takers) > _MOST_SUMS:
+            places = self._places(tuple(own))
+            return [self._wide_sum(*x, takers, places) for x in zip(parts, like, strict=True)]
+        runs = [own, *(tuple(in_turn(self.traffic.gives[taker])) for taker in takers)]
         sums = [x.new_empty(x.shape) for x in like]
         views = [
-            [as_batch(part) for part, runs in zip(of_one, self._runs, strict=True) for _ in runs]
+            [as_batch(part) for part, places in zip(of_one, runs, strict=True) for _ in places]
             for of_one in parts
         ]
-        add_up([as_batch(x) for x in sums], views, self._places)
+        add_up([as_batch(x) for x in sums], views, tuple(place for of in runs for place in of))
         return sums
 
-    def _wide_sum(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    def _wide_sum(self, parts: Sequence[Tensor], like: Tensor, takers, places: Selector) -> Tensor:
         total = like.new_zeros(like.shape, dtype=wide_dtype(like.dtype))
-        places = self._home, *(self._gives[taker] for taker in self._takers)
-        for part, place in zip(parts, places, strict=True):
-            add(place, total, part)
+        add(self.home, total, places.take(parts[0]))
+        for taker, part in zip(takers, parts[1:], strict=True):
+            add(self.gives[taker], total, part)
         return total.to(like.dtype)
 
+    def _places(self, own: tuple[tuple[int, int, int], ...]) -> Selector:
+        """This rank's own rows among its compact keys."""
+        if own not in self._own_places:
+            spans: list[Span] = []
+            for _, count, start in own:
+                append(spans, start, count)
+            self._own_places[own] = Selector(tuple(spans), self._device)
+        return self._own_places[own]
+
+
+class Collectives:
+    """One all-to-all in each direction; none if ``ring`` is None, because nothing moves."""
+
+    def __init__(self, exchange: Exchange, ring: Ring | None):
+        self._exchange, self._ring = exchange, ring
+        self._owners = range(len(exchange.traffic.takes))
+
+    def bring(self, key: Tensor, value: Tensor) -> Arrived:
+        """This rank's compact keys and compact values."""
+        of, tensors = self._exchange, (key, value)
+        own = [of.home.take(x) for x in tensors]
+        if self._ring is None:
+            return Arrived(
+                [[x if owner == of.rank else x[:0] for owner in self._owners] for x in own]
+            )
+        send = [[place.take(x) for x in tensors] for place in of.gives]
+        takes = [0 if owner == of.rank else n for owner, n in enumerate(of.traffic.takes)]
+        came = self._swap(send, takes, tensors)
+        came[of.rank] = own
+        return Arrived([list(parts) for parts in zip(*came, strict=True)])
+
+    def bring_back(
+        self, grads: Sequence[Tensor], like: Sequence[Tensor], are_ordered: bool = False
+    ) -> list[Tensor]:
+        """Send the gradients of this rank's compact keys, in the order in which these arrived, to
+        their owners. Returns the sums of all ranks' gradients for this rank's own keys, like its
+        shards ``like``, rounded once. (``are_ordered`` is for copy engines.)"""
+        of = self._exchange
+        parts = [list(grad.split(list(of.traffic.takes))) for grad in grads]
+        came: list[dict[int, Tensor]] = [{}, {}]
+        if self._ring is not None:
+            empty = [grad[:0] for grad in grads]
+            send = [
+                empty if owner == of.rank else list(of_both)
+                for owner, of_both in enumerate(zip(*parts, strict=True))
+            ]
+            received = self._swap(send, of.given, grads)
+            came = [dict(enumerate(of_one)) for of_one in zip(*received, strict=True)]
+        start = sum(of.traffic.takes[: of.rank])
+        own = [(row, count, start + first) for row, count, first in in_turn(of.traffic.home)]
+        return of.add_up(grads, own, came, like)
+
     def _swap(
-        self, ring: Ring, send: list[list[Tensor]], counts: Sequence[int], like: Sequence[Tensor]
+        self, send: list[list[Tensor]], counts: Sequence[int], like: Sequence[Tensor]
     ) -> list[list[Tensor]]:
         """Send rows of both tensors to every rank; receive ``counts`` rows of both from each."""
         widths = [math.prod(x.shape[1:]) for x in like]
@@ -97,7 +164,7 @@ class Exchange:
         sizes = [sum(x.numel() for x in both) for both in send]
         coming = [count * sum(widths) for count in counts]
         receive = flat.new_empty(sum(coming))
-        ring.exchange_all(flat, sizes, receive, coming).wait()
+        self._ring.exchange_all(flat, sizes, receive, coming).wait()
         return [
             [
                 part.view(count, *x.shape[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ _MOST_RUNS = 32
 Layer = tuple[Selector, Selector]
 
 
+class Arrived(NamedTuple):
+    """Compact keys and compact values, each as the parts from every rank, or as one part; in the
+    order of the only kernel call if ``are_ordered``."""
+
+    parts: Sequence[Sequence[Tensor]]
+    are_ordered: bool = False
+
+    def of(self, call: CallKeys) -> list[Tensor]:
+        """The keys and values of a kernel call."""
+        if self.are_ordered:
+            return [part for (part,) in self.parts]
+        return [call.take(parts) for parts in self.parts]
+
+
 class CallKeys:
     """The keys of ``pieces``, one piece after the other, in the form for a kernel."""
 
@@ -36,6 +51,7 @@ class CallKeys:
         # No more of them than are counted: documents make thousands, on each of many ranks.
         self._runs = list(itertools.islice(_by_owner(spans, traffic.takes), _MOST_RUNS + 1))
         self._many = Selector(tuple(spans), device) if len(self._runs) > _MOST_RUNS else None
+        self._spans = spans if self._many is None else []
         #: The places of compact keys and of the kernel's keys, in the form for
         #: :func:`~cp_dispatch.native.parts.add_up`.
         self.sums = tuple(in_turn(spans))
@@ -45,11 +61,12 @@ class CallKeys:
         self._back = Selector(tuple(back), device) if len(back) > 1 else None
 
     def take(self, parts: Sequence[Tensor]) -> Tensor:
-        """The kernel's keys, from the parts that came from every rank. No copy if they are a slice
-        of one part."""
+        """The kernel's keys, from the parts that came from every rank, or one part. No copy if they
+        are a slice of one part."""
         if self._many is not None:
-            return self._many.take(torch.cat(list(parts)))
-        rows = [parts[owner].narrow(0, start, count) for owner, start, count in self._runs]
+            return self._many.take(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+        runs = self._runs if len(parts) > 1 else [(0, *span) for span in self._spans]
+        rows = [parts[owner].narrow(0, start, count) for owner, start, count in runs]
         if len(rows) == 1:
             return rows[0]
         return torch.cat(rows) if rows else parts[0][:0]

@@ -53,11 +53,12 @@ SCHEMAS = (
 @run_uncompiled
 def _forward(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tensor, Tensor]:
     job, ring, scale = _prepared(query, key, *options)
-    query, key, value = map(_dense, (query, key, value))
     with part("varlen"):
         if 0 in (query.size(1), key.size(1)):
             return _outlines(query)
-        out, lse = job.forward(query, job.exchange.bring(ring, key, value), scale)
+        with job.exchange.transfers(ring, key, value) as moved:
+            query, key, value = map(_dense, (query, key, value))
+            out, lse = job.forward(query, moved.bring(key, value), scale)
     recomputed.note(lse, options[-1])
     return out.contiguous(), lse
 
@@ -70,18 +71,21 @@ def _backward(
     *options, key_grad = options
     recomputed.check(logsumexp, options[-1])
     job, ring, scale = _prepared(query, key, *options)
-    query, key, value = map(_dense, (query, key, value))
     with part("varlen_backward"):
         if 0 in (query.size(1), key.size(1)):
             grads = [torch.zeros_like(x) for x in (query, key, value)]
             return tuple(grads) if key_grad else (grads[0], *(_nothing(x) for x in (key, value)))
-        grad_query, shares = job.backward(
-            grad_output, query, job.exchange.bring(ring, key, value), output, logsumexp,
-            scale,
-        )  # fmt: skip
-        if not key_grad:
-            return grad_query.contiguous(), _nothing(key), _nothing(value)
-        return grad_query.contiguous(), *job.exchange.bring_back(ring, shares, (key, value))
+        dtype = job.share_dtype(key.dtype) if key_grad else None
+        with job.exchange.transfers(ring, key, value, dtype) as moved:
+            query, key, value = map(_dense, (query, key, value))
+            grad_query, *shares = job.backward(
+                grad_output, query, moved.bring(key, value), output, logsumexp, scale
+            )
+            if not key_grad:
+                return grad_query.contiguous(), _nothing(key), _nothing(value)
+            grads, are_ordered = shares
+            grads = moved.bring_back(grads, (key, value), are_ordered)
+        return grad_query.contiguous(), *grads
 
 
 @run_uncompiled

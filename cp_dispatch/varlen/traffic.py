@@ -39,6 +39,7 @@ class Traffic:
         moves: whether any rank sends anything to another.
         shared: whether several pieces of some rank attend the same key.
         rows: the number of keys that it owns.
+        needs: the positions of the keys that each rank needs.
     """
 
     pieces: tuple[Piece, ...]
@@ -49,6 +50,7 @@ class Traffic:
     moves: bool
     shared: bool
     rows: int
+    needs: tuple[tuple[Span, ...], ...]
 
     def compact(self, position: int, length: int) -> list[Span]:
         """The places of a run of positions among the compact keys, in its order."""
@@ -135,7 +137,36 @@ def traffic_of(
         any(_length(needs[r]) > _length(_rows(owned[r], needs[r])) for r in ranks),
         shared,
         keys.rows(rank),
+        tuple(needs),
     )
+
+
+#: ``[taker][owner]``: the rows of the owner's shard that the taker needs, ascending.
+Table = list[list[tuple[Span, ...]]]
+
+
+def table_of(needs: Sequence[Sequence[Span]], keys: Ownership) -> Table:
+    """The moves of all ranks, from the positions of the keys that each one needs."""
+    ranks = range(keys.world_size)
+    owned, table = [], []
+    for owner in ranks:
+        row = 0
+        for span in keys.spans(owner):
+            owned.append((span, owner, row))
+            row += span.length
+    owned.sort()
+    starts = [span.position for span, *_ in owned]
+    for needed in needs:
+        found: list[list[Span]] = [[] for _ in ranks]
+        for position, length in needed:
+            index = bisect_right(starts, position) - 1
+            while length:
+                span, owner, row = owned[index]
+                here = min(length, sum(span) - position)
+                append(found[owner], row + position - span.position, here)
+                position, length, index = position + here, length - here, index + 1
+        table.append([tuple(spans) for spans in found])
+    return table
 
 
 def _are_shared(pieces: Sequence[Piece], needed: Sequence[Span]) -> bool:

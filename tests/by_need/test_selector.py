@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cp_dispatch.by_need.copies import copy_all
 from cp_dispatch.by_need.selector import Selector
-from cp_dispatch.flex.rows import copy_all
 from cp_dispatch.layouts import Span
 
 SPANS = {

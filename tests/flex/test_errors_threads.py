@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.by_need.to_the_end import finish
 from cp_dispatch.flex import group_ops, ops
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob
-from cp_dispatch.flex.to_the_end import finish, pulls_after
+from cp_dispatch.flex.to_the_end import pulls_after
 from cp_dispatch.groups import ring_group_name
 from tests.distributed.rooms import Rooms
 from tests.distributed.test_errors_threads import Memory

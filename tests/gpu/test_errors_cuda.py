@@ -1,5 +1,5 @@
 """An error on one rank of a call by copy engines: the other ranks complete the call, and the next
-call is right (:mod:`cp_dispatch.schedules.flags_alone`, :mod:`cp_dispatch.flex.to_the_end`).
+call is right (:mod:`cp_dispatch.schedules.flags_alone`, :mod:`cp_dispatch.by_need.to_the_end`).
 ``tests/distributed/test_errors_threads.py`` lets every allocation of SDPA fail in turn."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cp_dispatch.backends import BACKENDS
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import ranks
 from tests.flex import test_errors_threads as flex_errors
+from tests.varlen import test_pulled_threads as varlen_errors
 
 GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -106,6 +107,24 @@ def failing_flex(env: Env, name: str, kind: str | None) -> None:
     assert (failed > 0) == failing
 
 
+def failing_varlen(env: Env, way: str, layout: str) -> None:
+    """As :func:`failing_flex`."""
+    torch.manual_seed(env.rank)
+    place = way, env.rank, env.world_size, env.mesh(), layout, torch.bfloat16
+    call, failing = varlen_errors.call_of(*place), env.rank == env.world_size - 1
+    want, failed = call(), 0
+    for last in range(6):
+        try:
+            with varlen_errors.Limited(last if failing else None):
+                call()
+        except torch.OutOfMemoryError:
+            failed += 1
+        torch.cuda.synchronize()
+        for mine, theirs in zip(call(), want, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert (failed > 0) == failing
+
+
 CASES = {
     f"{schedule}{', head-tail' if layout else ''}, {'backward' if backward else 'forward'}":
         functools.partial(failing, schedule=schedule, layout=layout, backward=backward)
@@ -116,6 +135,10 @@ CASES = {
     f"flex {name}, {kind}": functools.partial(failing_flex, name=name, kind=kind)
     for name in flex_errors.CALLS
     for kind in (None, "head-tail", "many runs")
+} | {
+    f"varlen {way}, {layout}": functools.partial(failing_varlen, way=way, layout=layout)
+    for way in varlen_errors.WAYS
+    for layout in ("natural", "head-tail", "near blocks")
 }  # fmt: skip
 
 
