@@ -15,6 +15,10 @@ from torch import Tensor
 from cp_dispatch.by_need.selector import Indexed, Pairs
 from cp_dispatch.schedules.copy_ops import copies_of
 
+#: A copy costs some microseconds. If a rank would need more copies than this, a collective moves
+#: the rows, and kernels put them in place.
+MOST_RUNS = 64
+
 
 class Here(NamedTuple):
     """Copies and the pull after them as one op of the default stream, which takes the tensors of a

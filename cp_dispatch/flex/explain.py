@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.call import FlexCall, global_shape
 from cp_dispatch.flex.local import LocalFlex
@@ -17,10 +18,9 @@ from cp_dispatch.flex.mask_tuple import MaskTuple, no_mask
 from cp_dispatch.flex.needs import everything, most_runs, moves, rows_sent
 from cp_dispatch.flex.plain import no_columns_of_all_keys, no_order, on_dtensors
 from cp_dispatch.flex.plan import FlexPlan, make_plan
-from cp_dispatch.flex.pulled import MOST_RUNS
 from cp_dispatch.options import Options
 from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks, words
-from cp_dispatch.planning.transport import NOT_REACHED, UNKNOWN, reaches_all
+from cp_dispatch.planning.transport import puller
 
 
 @torch.no_grad()
@@ -142,15 +142,5 @@ def _moved(plan: FlexPlan, query: DTensor, runs: int) -> tuple[tuple[str, ...], 
     most of them."""
     if plan.schedule == "ring" or plan.world_size == 1:
         return (), plan.schedule != "ring"
-    if query.device_mesh.device_type != "cuda":
-        return (), True
-    reaches = reaches_all(query.device_mesh, plan.mesh_dims)
-    if not reaches:
-        return (UNKNOWN if reaches is None else NOT_REACHED,), True
-    if runs > MOST_RUNS:
-        words = (
-            f"moved by NCCL: some rank needs {runs} runs of rows, and copy engines move at most "
-            f"{MOST_RUNS}"
-        )
-        return (words,), True
-    return ("moved by copy engines if a buffer of 1 GiB suffices, else by NCCL",), False
+    words, pulls = puller(query.device_mesh, plan.mesh_dims, lambda: runs, MOST_RUNS)
+    return words, not pulls

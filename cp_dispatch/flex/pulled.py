@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cp_dispatch.by_need.copies import copy_all
+from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.flex.carriers import Collectives, finish_wide, kept_wide
 from cp_dispatch.flex.exchange import Exchange
@@ -27,9 +28,6 @@ from cp_dispatch.native.parts import add_up
 from cp_dispatch.native.rows import sum_rows
 from cp_dispatch.schedules.comm import Ring
 
-#: A copy costs some microseconds. If a rank would need more copies than this, a collective moves
-#: the rows, and kernels put them in place.
-MOST_RUNS = 64
 # Views of rooms keep the exchange of a mask alive, and its indices on the GPU.
 MOST_VIEWS = 32
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -34,6 +34,29 @@ def carrier(mesh: DeviceMesh, schedule: str | None, mesh_dims: tuple[int, ...]) 
         "moved by copy engines if a buffer of 1 GiB suffices: only what the receiver needs, and "
         "gradients in the kernels' dtype (the bytes above are NCCL's)"
     )
+
+
+def puller(
+    mesh: DeviceMesh, mesh_dims: tuple[int, ...], most_runs: Callable[[], int], most: int
+) -> tuple[tuple[str, ...], bool]:
+    """What moves the keys that ranks need, in words, and whether copy engines do.
+
+    ``most_runs`` gives the runs of rows that the rank needs which needs the most; copy engines move
+    at most ``most``.
+    """
+    if mesh.device_type != "cuda":
+        return (), False
+    reaches = reaches_all(mesh, mesh_dims)
+    if not reaches:
+        return (UNKNOWN if reaches is None else NOT_REACHED,), False
+    runs = most_runs()
+    if runs > most:
+        words = (
+            f"moved by NCCL: some rank needs {runs} runs of rows, and copy engines move at most "
+            f"{most}"
+        )
+        return (words,), False
+    return ("moved by copy engines if a buffer of 1 GiB suffices, else by NCCL",), True
 
 
 def reaches_all(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool | None:

@@ -6,21 +6,23 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts import Span
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_tensors.context import PlainContext, rows_of_ranks, words
-from cp_dispatch.planning.transport import redistributed
+from cp_dispatch.planning.transport import puller, redistributed
 from cp_dispatch.varlen.call import VarlenCall
 from cp_dispatch.varlen.job import documents_of
 from cp_dispatch.varlen.plain import check_form, plan_of
 from cp_dispatch.varlen.plan import VarlenPlan, make_plan
 from cp_dispatch.varlen.refusal import placements_of_keys
 from cp_dispatch.varlen.rule import local_starts
-from cp_dispatch.varlen.traffic import rows_given
+from cp_dispatch.varlen.traffic import most_runs, needs_of, rows_given, table_of
 
 
 @torch.no_grad()
@@ -66,7 +68,8 @@ def explain_varlen(
     plan = dataclasses.replace(make_plan(options, call), call=described)
     if plan.handler == "refused":
         return plan
-    plan = _with_rows(plan, call, (int(query.shape[0]), int(key.shape[0])), False)
+    lengths = int(query.shape[0]), int(key.shape[0])
+    plan = _with_rows(plan, call, query.device_mesh, lengths, False)
     if plan.handler == "refused":
         return plan
     wanted = [placements_of_keys(query.placements)] * 2
@@ -88,7 +91,9 @@ def _explain_shards(context: PlainContext, call: VarlenCall) -> VarlenPlan:
     except ContextParallelError as error:
         return VarlenPlan("refused", reasons=(str(error),), call=described)
     plan = dataclasses.replace(plan, reasons=(*plan.reasons, *assumed), call=described)
-    return plan if plan.handler == "refused" else _with_rows(plan, call, lengths, True)
+    if plan.handler == "refused":
+        return plan
+    return _with_rows(plan, call, context.mesh, lengths, True)
 
 
 def _length(context: PlainContext, x: Tensor, starts: Tensor, name: str, assumed: list[str]) -> int:
@@ -108,7 +113,7 @@ def _length(context: PlainContext, x: Tensor, starts: Tensor, name: str, assumed
 
 
 def _with_rows(
-    plan: VarlenPlan, call: VarlenCall, lengths: tuple[int, int], covered: bool
+    plan: VarlenPlan, call: VarlenCall, mesh: DeviceMesh, lengths: tuple[int, int], covered: bool
 ) -> VarlenPlan:
     """The plan with the rows that each rank sends, or with the reasons to refuse the documents."""
     documents = documents_of(*local_starts(call.cu_seq_q, call.cu_seq_k))
@@ -121,4 +126,11 @@ def _with_rows(
         rows = rows_given(documents, call.window, *owned)
     except ContextParallelError as error:
         return dataclasses.replace(plan, handler="refused", reasons=(str(error),))
-    return dataclasses.replace(plan, rows_sent=rows)
+    moved: tuple[str, ...] = ()
+    if any(rows):
+
+        def runs() -> int:
+            return most_runs(table_of(needs_of(documents, call.window, owned[0]).keys, owned[1]))
+
+        moved, _ = puller(mesh, plan.mesh_dims, runs, MOST_RUNS)
+    return dataclasses.replace(plan, rows_sent=rows, reasons=(*plan.reasons, *moved))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.by_need.copies import copy_all
-from cp_dispatch.by_need.here import here_of, stand_in
+from cp_dispatch.by_need.here import MOST_RUNS, here_of, stand_in
 from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.by_need.to_the_end import finish
 from cp_dispatch.layouts import Span
@@ -28,11 +28,8 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.varlen.documents import union
 from cp_dispatch.varlen.keys import Arrived
-from cp_dispatch.varlen.traffic import Table
+from cp_dispatch.varlen.traffic import Table, most_runs
 
-#: A copy costs some microseconds. If some rank would need more copies than this, a collective moves
-#: the rows.
-MOST_RUNS = 64
 # With more runs than this in the kernel's order, keys are put in order by a kernel of their own.
 _MOST_ORDERED = 64
 # Their numbers are on the host, and documents may change at every step.
@@ -78,7 +75,7 @@ class Pulls:
     @functools.cached_property
     def are_few(self) -> bool:
         """Whether no rank has too many copies to make; the same on every rank."""
-        return max(sum(map(len, of)) for of in self.table) <= MOST_RUNS
+        return most_runs(self.table) <= MOST_RUNS
 
     def size(self, columns: int, dtypes: Iterable[torch.dtype]) -> int:
         """Bytes of a room; the same on every rank."""

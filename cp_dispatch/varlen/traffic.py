@@ -169,6 +169,11 @@ def table_of(needs: Sequence[Sequence[Span]], keys: Ownership) -> Table:
     return table
 
 
+def most_runs(table: Table) -> int:
+    """The runs of rows that the rank needs which needs the most."""
+    return max(sum(map(len, of_owners)) for of_owners in table)
+
+
 def _are_shared(pieces: Sequence[Piece], needed: Sequence[Span]) -> bool:
     """Whether pieces have keys in common. Raises if they have too many."""
     held = sum(piece.keys for piece in pieces)

@@ -37,7 +37,7 @@ def test_groups_are_not_made(monkeypatch):
 ])  # fmt: skip
 def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
     """Copy engines move only what is needed. A collective gathers everything if that pays."""
-    monkeypatch.setattr(explain, "reaches_all", lambda mesh, dims: reaches)
+    monkeypatch.setattr(transport, "reaches_all", lambda mesh, dims: reaches)
     plan = SimpleNamespace(schedule="exchange", world_size=2, mesh_dims=(0,))
     ((found,), gathers) = explain._moved(plan, query(), runs)
     assert words in found and gathers == may_gather

@@ -14,16 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import Ring
-from cp_dispatch.varlen import exchange, keys, ops, pulled
+from cp_dispatch.varlen import exchange, explain, keys, ops, pulled
 from cp_dispatch.varlen.documents import Documents, Window
 from cp_dispatch.varlen.traffic import overlaps, rows_given, table_of, traffic_of
 from tests.distributed.rooms import Rooms
+from tests.distributed.sharded import distribute
 from tests.distributed.test_errors_threads import Memory
 from tests.distributed.threads import run_threads
-from tests.varlen.problems import VarlenProblem, run_in_block, run_sharded
+from tests.varlen.problems import ROWS, VarlenProblem, run_in_block, run_sharded
 from tests.varlen.test_varlen_threads import BF16, PROBLEMS, judge
 
 LENGTHS = (5, 20, 1, 9, 13)
@@ -107,6 +109,27 @@ def test_bytes_are_those_of_the_keys_that_are_needed(layout, rooms):
     rows = rows_given(Documents(starts, starts), Window(*problem.window), owned, owned)
     row = 2 * problem.key_heads * problem.dim * 4
     assert sum(rooms.sent.values()) == 3 * sum(rows) * row
+
+
+def test_explain_says_what_moves_them(monkeypatch):
+    def puller(mesh, mesh_dims, runs, most):
+        return (f"{runs()} runs over {mesh_dims}, at most {most}",), True
+
+    monkeypatch.setattr(explain, "puller", puller)
+    problems = VarlenProblem(LENGTHS), VarlenProblem((24, 24))
+
+    def body(rank):
+        found, mesh = [], init_device_mesh("cpu", (2,))
+        for problem in problems:
+            *inputs, _ = (distribute(x, mesh, ROWS) for x in problem.tensors())
+            plan = cp_dispatch.explain_varlen(*inputs, *problem.starts(), window_size=(-1, 0))
+            found.append(str(plan))
+        return found
+
+    with cp_dispatch.enabled():
+        some, nothing = run_threads(2, body)[1]
+    assert f"2 runs over (0,), at most {MOST_RUNS}" in some  # rank 1: its own and rank 0's
+    assert "runs over" not in nothing
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
