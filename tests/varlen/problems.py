@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,10 +15,11 @@ from cp_dispatch import context_parallel, context_parallel_unshard
 from cp_dispatch.varlen.ops import FORWARD
 from tests.distributed.reference import FACTOR, _scatter
 from tests.distributed.sharded import distribute
-from tests.distributed.spawn import TORCH_2_13
 
 NAMES = ("output", "logsumexp", "dQ", "dK", "dV")
 ROWS = (Shard(0),)
+# Torch 2.11 accepts grouped heads without this argument.
+GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class VarlenProblem:
 
     def attend(self, query, key, value, starts):
         """The line of code that a user writes; returns ``(output, logsumexp)``."""
-        gqa = {"enable_gqa": True} if self.grouped and TORCH_2_13 else {}
+        gqa = GQA if self.grouped else {}
         longest = max(self.lengths), max(self.key_lengths or self.lengths)
         return varlen_attn(
             query, key, value, *starts, *longest, window_size=self.window, scale=self.scale,

@@ -26,10 +26,18 @@ from cp_dispatch import (
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, keys
 from tests.distributed.sharded import distribute
-from tests.distributed.spawn import TORCH_2_13
 from tests.distributed.threads import run_threads
 from tests.ranks import fake_ranks, with_rows
-from tests.varlen.problems import NAMES, ROWS, VarlenProblem, check, exact, one_device, run_sharded
+from tests.varlen.problems import (
+    GQA,
+    NAMES,
+    ROWS,
+    VarlenProblem,
+    check,
+    exact,
+    one_device,
+    run_sharded,
+)
 
 BASE = VarlenProblem()
 BF16 = torch.bfloat16
@@ -576,7 +584,7 @@ def test_a_rank_outside_the_mesh_takes_no_part():
         query, key = (
             distribute(torch.zeros(16, heads, 8), mesh, ROWS).requires_grad_() for heads in (4, 2)
         )
-        how = {"return_aux": AuxRequest(lse=True)} | ({"enable_gqa": True} if TORCH_2_13 else {})
+        how = {"return_aux": AuxRequest(lse=True)} | GQA
         output, logsumexp = varlen_attn(query, key, key, cu_seq, cu_seq, 10, 10, **how)
         assert output.shape == query.shape and logsumexp.shape == (4, 16)
         assert output.placements == (Shard(0),) and logsumexp.placements == (Shard(1),)
