@@ -11,10 +11,11 @@ import functools
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cp_dispatch
 from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
+from cp_dispatch.schedules.comm import Ring
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import is_staged, ranks
@@ -92,6 +93,52 @@ def host_does_not_wait(env: Env, problem: VarlenProblem) -> None:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(env: Env, problem: VarlenProblem, layout=None) -> None:
+    """``torch.cuda.graph`` of two layers, forward and backward, replayed with new data while ranks
+    arrive late. Against eager mode."""
+    if not Ring.of(env.mesh().get_group(), torch.device(env.device)).may_push:
+        print("collectives by way of the host cannot be captured")
+        return
+    starts = problem.starts(env.device)
+    generator = torch.Generator(env.device).manual_seed(env.rank)
+    local = problem.totals[0] // env.world_size
+
+    def fresh():
+        heads = problem.heads, problem.key_heads, problem.key_heads, problem.heads
+        sizes = [(local, n, problem.dim) for n in heads]
+        return [torch.randn(s, generator=generator, device=env.device, dtype=BF16) for s in sizes]
+
+    *leaves, grad = (DTensor.from_local(x, env.mesh(), ROWS) for x in fresh())
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def step():
+        out, _ = problem.attend(*leaves, starts)
+        out, _ = problem.attend(out, *leaves[1:], starts)
+        return [x.to_local() for x in (out, *torch.autograd.grad(out, leaves, grad))]
+
+    with cp_dispatch.enabled(layout=layout and layout(problem.totals[0], env.world_size)):
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for turn in range(6):
+            with torch.no_grad():
+                for own, new in zip((*leaves, grad), fresh(), strict=True):
+                    own.to_local().copy_(new)
+            if turn % env.world_size == env.rank:
+                torch.cuda._sleep(20_000_000)
+            graph.replay()
+            got = [x.clone() for x in results]
+            for a, b in zip(got, step(), strict=True):  # dQ is added up in any order
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+            assert torch.equal(got[0], step()[0])
 
 
 def in_a_block(env: Env, problem: VarlenProblem, balancer="auto", compile=False) -> None:
@@ -173,6 +220,10 @@ for _balancer in ("auto", None):
         )
     add(f"block {_balancer} compiled", function=in_a_block, how=_how | {"compile": True})
 add("block uneven", function=in_a_block, lengths=(300, 1, 699, 0, 47, 800))
+add("captured", function=captured, key_heads=2)
+add("captured, one document", function=captured, key_heads=2, lengths=(2048,))
+add("captured, window", function=captured, window=(128, 0))
+add("captured, head-tail", function=captured, how={"layout": HeadTail})
 add("host does not wait", function=host_does_not_wait)
 add("host does not wait, window", function=host_does_not_wait, window=(64, 32))
 add("float32", function=refuses, how={"words": "float16 and bfloat16"}, dtype=torch.float32)
