@@ -93,6 +93,12 @@ def test_collectives_move_what_is_in_too_many_runs(monkeypatch):
     assert not rooms.used
 
 
+def test_collectives_move_what_no_room_is_large_enough_for(monkeypatch):
+    monkeypatch.setattr(Ring, "may_push", True)
+    monkeypatch.setattr(Ring, "mailbox", lambda *_: None)
+    judge(VarlenProblem(LENGTHS), 3)
+
+
 def test_blocks_on_plain_shards(rooms):
     problem = VarlenProblem(LENGTHS)
     run_threads(2, lambda _: run_in_block(problem, init_device_mesh("cpu", (2,))))
