@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -84,15 +85,16 @@ class Pulls:
     def rounds(self, most: int) -> list[list[int]]:
         """The distances from owners to takers whose gradients travel together, so that no rank
         stages more than ``most`` rows; the same on every rank. Empty if none travel."""
-        size, found, staged = len(self.table), [], []
+        size = len(self.table)
+        found: list[list[int]] = []
+        staged: list[int] = []
         for d in self.distances:
             rows = [of[(taker - d) % size] for taker, of in enumerate(self.counts)]
             if not any(rows):
                 continue
-            both = [a + b for a, b in zip(rows, staged or [0] * size, strict=True)]
-            if found and max(both) <= most:
+            if found and max(map(operator.add, rows, staged)) <= most:
                 found[-1].append(d)
-                staged = both
+                staged = list(map(operator.add, rows, staged))
             else:
                 found.append([d])
                 staged = rows
