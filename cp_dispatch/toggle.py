@@ -10,6 +10,8 @@ rules of ``flex_attention``, the wrapper around torch's causal biases, and
   block ends or :func:`disable`;
 - the rules of our own ops in DTensor's tables, which are registered at import.
 
+What traces and new process groups replace in torch stays replaced (see ``docs/limits.md``).
+
 While the override is installed, ``torch.compiler.config.cache_key_tag`` carries a suffix. Compiled
 graphs are guarded, see Note [Guards].
 
@@ -96,7 +98,8 @@ def enable(schedule: str = "auto", layout: Balancer | None = None) -> None:
 
 @run_uncompiled
 def disable() -> None:
-    """Restore torch exactly as it was. Inside ``with enabled(...)``, until that block ends."""
+    """Restore torch's dispatch exactly as it was. Inside ``with enabled(...)``, until that block
+    ends."""
     with _lock:
         _stack.set(None)
         _sync()
