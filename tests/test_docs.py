@@ -91,6 +91,21 @@ def test_a_table_is_of_one_machine_and_day():
         bench.joined([one, other])
 
 
+@pytest.mark.parametrize(
+    ("name", "ran", "words"),
+    [
+        ("cp_dispatch ulysses", "ring", " (ring)"),
+        ("cp_dispatch one call, head-tail", "one_call", ""),
+        ("cp_dispatch gather", "mirrored_gather", ""),
+        ("cp_dispatch natural_ring", "ring", ""),
+        ("cp_dispatch auto, head-tail", "ring", ""),
+        ("torch cp allgather", None, ""),
+    ],
+)
+def test_a_table_says_if_another_schedule_ran(name, ran, words):
+    assert load("bench_table")._instead({"implementation": name, "schedule": ran}) == words
+
+
 @pytest.mark.parametrize("name", cp_dispatch.__all__)
 def test_public_names_are_typed(name):
     """The package says so (``py.typed``), so that checkers trust it."""
