@@ -5,6 +5,9 @@ import shutil
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent.resolve()
 
 
 def pure_python(reason: str) -> dict:
@@ -12,16 +15,26 @@ def pure_python(reason: str) -> dict:
     return {}
 
 
+class FreshBuild(build_py):
+    """Without what an earlier build in this checkout left: modules that have been moved since, and
+    kernels of older sources, would get into the wheel."""
+
+    def run(self) -> None:
+        built = Path(self.build_lib, "cp_dispatch").resolve()
+        if not self.editable_mode and built != HERE / "cp_dispatch":
+            shutil.rmtree(built, ignore_errors=True)
+        super().run()
+
+
 def extension() -> dict:
     wanted = os.environ.get("CP_DISPATCH_BUILD_EXT", "1")
     if wanted.lower() in ("0", "false", "no", "off"):  # as cp_dispatch.switches, which needs torch
         return pure_python(f"CP_DISPATCH_BUILD_EXT={wanted}")
-    here = Path(__file__).parent
     sources, cuda_sources = (
-        sorted(str(p.relative_to(here)) for p in here.glob(f"csrc/{pattern}"))
+        sorted(str(p.relative_to(HERE)) for p in HERE.glob(f"csrc/{pattern}"))
         for pattern in ("*.cpp", "*.cu")
     )
-    headers = [str(p.relative_to(here)) for p in here.glob("csrc/*") if p.suffix in (".h", ".inl")]
+    headers = [str(p.relative_to(HERE)) for p in HERE.glob("csrc/*") if p.suffix in (".h", ".inl")]
     if not sources:
         return pure_python("csrc/ has no sources")
     try:
@@ -81,4 +94,6 @@ def extension() -> dict:
     }
 
 
-setup(**extension())
+options = extension()
+options.setdefault("cmdclass", {})["build_py"] = FreshBuild
+setup(**options)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +68,7 @@ def context_parallel(
     no_restore_buffers: Collection[torch.Tensor] | None = None,
     balancer: Balancer | str | None = "auto",
     schedule: str | None = None,
-):
+) -> Iterator[None]:
     """Inside the block, ``F.scaled_dot_product_attention`` treats plain tensors as this rank's
     shards over ``mesh``, and attends to the whole sequence.
 

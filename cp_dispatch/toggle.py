@@ -10,6 +10,8 @@ rules of ``flex_attention``, the wrapper around torch's causal biases, and
   block ends or :func:`disable`;
 - the rules of our own ops in DTensor's tables, which are registered at import.
 
+What traces and new process groups replace in torch stays replaced (see ``docs/limits.md``).
+
 While the override is installed, ``torch.compiler.config.cache_key_tag`` carries a suffix. Compiled
 graphs are guarded, see Note [Guards].
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -39,6 +42,7 @@ from cp_dispatch.flex import install as flex
 from cp_dispatch.graphs import compile_cache
 from cp_dispatch.graphs import guards as graph_guards
 from cp_dispatch.hugging_face import masks as hf_masks
+from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options, OptionStack, Scope
 from cp_dispatch.plain_tensors import checkpoints
 from cp_dispatch.plain_tensors.context import PlainContext
@@ -51,7 +55,7 @@ _installed: list[torch.library.Library] = []
 
 
 @run_uncompiled
-def enable(schedule: str = "auto", layout=None) -> None:
+def enable(schedule: str = "auto", layout: Balancer | None = None) -> None:
     """Make attention on sequence-sharded DTensors context-parallel, for the whole process.
 
     Applies to ``F.scaled_dot_product_attention``, ``flex_attention`` and ``varlen_attn``. Calling
@@ -94,7 +98,8 @@ def enable(schedule: str = "auto", layout=None) -> None:
 
 @run_uncompiled
 def disable() -> None:
-    """Restore torch exactly as it was. Inside ``with enabled(...)``, until that block ends."""
+    """Restore torch's dispatch exactly as it was. Inside ``with enabled(...)``, until that block
+    ends."""
     with _lock:
         _stack.set(None)
         _sync()
@@ -109,7 +114,7 @@ def is_enabled() -> bool:
 
 
 @contextlib.contextmanager
-def enabled(schedule: str = "auto", layout=None):
+def enabled(schedule: str = "auto", layout: Balancer | None = None) -> Iterator[None]:
     """:func:`enable` within a ``with`` block or, used as a decorator, within a function.
 
     Blocks nest: leaving the inner one, also by an exception, restores the options of the outer one.

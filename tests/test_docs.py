@@ -7,6 +7,7 @@ import inspect
 import pathlib
 import re
 import textwrap
+import typing
 
 import pytest
 
@@ -88,3 +89,30 @@ def test_a_table_is_of_one_machine_and_day():
     assert bench.joined([one, one])["rows"] == ["a", "a"]
     with pytest.raises(ValueError, match="one table"):
         bench.joined([one, other])
+
+
+@pytest.mark.parametrize(
+    ("name", "ran", "words"),
+    [
+        ("cp_dispatch ulysses", "ring", " (ring)"),
+        ("cp_dispatch one call, head-tail", "one_call", ""),
+        ("cp_dispatch gather", "mirrored_gather", ""),
+        ("cp_dispatch natural_ring", "ring", ""),
+        ("cp_dispatch auto, head-tail", "ring", ""),
+        ("torch cp allgather", None, ""),
+    ],
+)
+def test_a_table_says_if_another_schedule_ran(name, ran, words):
+    assert load("bench_table")._instead({"implementation": name, "schedule": ran}) == words
+
+
+@pytest.mark.parametrize("name", cp_dispatch.__all__)
+def test_public_names_are_typed(name):
+    """The package says so (``py.typed``), so that checkers trust it."""
+    public = getattr(cp_dispatch, name)
+    if name.endswith("Error"):
+        return
+    called = public.__init__ if inspect.isclass(public) else public
+    parameters = [x for x in inspect.signature(called).parameters if x != "self"]
+    wanted = {*parameters, *([] if inspect.isclass(public) else ["return"])}
+    assert wanted <= set(typing.get_type_hints(called))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import setuptools
 import torch
 from torch.utils.cpp_extension import get_cxx_compiler
 
@@ -253,7 +254,34 @@ def test_a_switch_is_off_by_a_word_too(monkeypatch):
 @pytest.mark.parametrize("word", ["0", "off", "False"])
 def test_nothing_is_built_by_any_word_for_it(monkeypatch, capsys, word):
     monkeypatch.setenv("CP_DISPATCH_BUILD_EXT", word)
+    options = options_of_setup(monkeypatch)
+    assert "ext_modules" not in options
+    assert f"CP_DISPATCH_BUILD_EXT={word}" in capsys.readouterr().out
+
+
+def options_of_setup(monkeypatch) -> dict:
+    """What setup.py passes to setuptools."""
     given = []
     monkeypatch.setattr("setuptools.setup", lambda **options: given.append(options))
     runpy.run_path(str(pathlib.Path(__file__).parents[1] / "setup.py"))
-    assert given == [{}] and f"CP_DISPATCH_BUILD_EXT={word}" in capsys.readouterr().out
+    (options,) = given
+    return options
+
+
+def test_a_wheel_has_nothing_of_earlier_builds(monkeypatch, tmp_path):
+    monkeypatch.setenv("CP_DISPATCH_BUILD_EXT", "0")
+    source, built = tmp_path / "source", tmp_path / "build"
+    for folder in (source / "cp_dispatch", built / "cp_dispatch"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    stale = built / "cp_dispatch" / "moved.py"
+    stale.touch()
+    monkeypatch.chdir(source)
+    options = options_of_setup(monkeypatch)
+    options |= {"packages": ["cp_dispatch"], "script_name": "setup.py"}
+    build = setuptools.Distribution(options)
+    command = build.get_command_obj("build_py")
+    command.build_lib = str(built)
+    command.ensure_finalized()
+    command.run()
+    assert [path.name for path in stale.parent.glob("*.py")] == ["__init__.py"]

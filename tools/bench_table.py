@@ -35,7 +35,9 @@ def table(record: dict) -> str:
     lines = [f"| | {' | '.join(heads)} | {memory} |", "|---" * (len(heads) + 2) + "|"]
     for name in names:
         kept = [
-            f"{cells[key]['kept'] * 100:.1f}%" if (key := (name, b, m)) in cells else ""
+            f"{cells[key]['kept'] * 100:.1f}%{_instead(cells[key])}"
+            if (key := (name, b, m)) in cells
+            else ""
             for b in backends
             for m in modes
         ]
@@ -57,6 +59,14 @@ def table(record: dict) -> str:
         f"torch {record['torch']}, {record['date']}.",
     ]
     return "\n".join(lines)
+
+
+def _instead(row: dict) -> str:
+    """The schedule that ran if it is not the row's, which does not take every call."""
+    own, _, wish = row["implementation"].partition(" ")
+    wish, ran = wish.partition(",")[0].replace(" ", "_"), row.get("schedule") or ""
+    alike = wish == "auto" or wish.removeprefix("natural_") in ran
+    return f" ({ran})" if own == "cp_dispatch" and ran and not alike else ""
 
 
 def _mask_of(row: dict) -> str:

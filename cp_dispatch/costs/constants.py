@@ -118,8 +118,9 @@ class Constants:
         return re.sub(r"\[\s+([-\d.e+]+),\s+([-\d.e+]+)\s+\]", r"[\1, \2]", text) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Constants:
-        """Raises ContextParallelError for anything that ``to_json`` does not write."""
+    def from_json(cls, text: str, name: object = "this") -> Constants:
+        """Raises ContextParallelError for anything that ``to_json`` does not write; ``name`` is the
+        file's, for that."""
         try:
             fields = json.loads(text)
             return cls(
@@ -152,7 +153,8 @@ class Constants:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContextParallelError(
-                f"this is not a file of constants from `python -m cp_dispatch calibrate`: {error}"
+                f"{name} is not a file of constants from `python -m cp_dispatch calibrate`, "
+                f"{error!r}; measure them again, or remove it"
             ) from error
 
 
@@ -179,7 +181,7 @@ def constants_of(kind: str) -> Constants | None:
     for name in (kind, SIBLINGS.get(kind, kind)):
         path = FOLDER / f"{name}.json"
         if path.is_file():
-            return Constants.from_json(path.read_text())
+            return Constants.from_json(path.read_text(), path)
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +23,7 @@ _AT_ONCE = 2**26
 
 
 def create_cp_block_mask(
-    mask_mod,
+    mask_mod: Callable[..., Tensor],
     B: int | None,
     H: int | None,
     Q_LEN: int,

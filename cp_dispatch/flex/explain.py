@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.errors import ContextParallelError
@@ -24,7 +25,9 @@ from cp_dispatch.planning.transport import puller
 
 
 @torch.no_grad()
-def explain_flex(query: Tensor, key: Tensor, value: Tensor, block_mask=None) -> FlexPlan:
+def explain_flex(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None = None
+) -> FlexPlan:
     """Explain what ``flex_attention(query, key, value, block_mask=block_mask)`` would do, without
     running it.
 

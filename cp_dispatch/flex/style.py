@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_dispatch._compat import all_gather_single
 from cp_dispatch.agreement import agree, debug_is_on
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.plain_tensors.uneven import told_by_ranks
 
 _NAMES = ("query", "key", "value")
 #: What torch's error says about DTensors beside plain tensors.
@@ -109,10 +109,7 @@ def global_lengths(given: list[torch.Tensor], mesh: DeviceMesh, seq_dim: int, un
     if debug_is_on():  # ranks that refuse do not reach the exchange
         agree("flex_attention", "    lengths are told next", (), mesh)
     local = [0 if isinstance(x, DTensor) else n for x, n in zip(given, own, strict=True)]
-    sent = torch.tensor(local, dtype=torch.int64, device=mesh.device_type)
-    received = sent.new_empty(mesh.size() * len(own))
-    all_gather_single(received, sent, group=mesh.get_group())
-    sums = received.view(mesh.size(), -1).sum(0).tolist()
+    sums = map(sum, told_by_ranks(mesh, local))
     return [
         n if isinstance(x, DTensor) else total for x, n, total in zip(given, own, sums, strict=True)
     ]

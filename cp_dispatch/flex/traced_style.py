@@ -14,6 +14,8 @@ the enabled options, so it raises.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +40,9 @@ _UNEVEN = (
 )
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _SDPA = F.scaled_dot_product_attention, _ATEN, _ATEN.default
-_styles: dict[str, tuple] = {}  # a function that returns the block in effect, and the sequence dim
+# A weak reference to the function that returns the block in effect (see
+# :mod:`cp_dispatch.plain_tensors.traced_style`), and the sequence dim.
+_styles: dict[str, tuple[weakref.ref, int]] = {}
 _entered: dict[int, tuple[PlainContext, int]] = {}
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -68,7 +72,8 @@ library.impl("flex_shard", _flex_shard, "CompositeImplicitAutograd")
 def _enter(style: str) -> tuple[int, str]:
     """The number of the block in effect, guarded by the block, and why the module cannot be traced,
     or ""."""
-    decide, dim = _styles[style]
+    reference, dim = _styles[style]
+    decide = reference()
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
     context = decide()
     number = number_for((context, dim), _entered)
@@ -106,7 +111,7 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
         own: the forward that a module has in place of its class's, as a function of the module.
     """
     style = f"flex{len(_styles)}"
-    _styles[style] = decide, seq_dim
+    _styles[style] = weakref.ref(decide), seq_dim
     ranks = mesh.size()
 
     def original(self, *args, **kwargs):
@@ -151,6 +156,7 @@ def traced_forward(names: list[str], seq_dim: int, mesh: DeviceMesh, decide, run
                 )
         return map_tensors(plain, output)
 
+    forward.decide = decide  # to hold it
     return forward
 
 

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dispatch._compat import all_gather_single
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
 from cp_dispatch.hugging_face.modules import drops_masks, why_refused
@@ -42,6 +41,7 @@ from cp_dispatch.hugging_face.positions import (
 from cp_dispatch.layouts import Span, unshard
 from cp_dispatch.layouts.spans import chunk
 from cp_dispatch.plain_tensors.context import PlainContext
+from cp_dispatch.plain_tensors.uneven import told_by_ranks
 
 _MODULE = "transformers.masking_utils"
 _NAMES = {
@@ -206,7 +206,7 @@ def _told(mesh: DeviceMesh, given: dict, config) -> tuple[_Ranks, list[int]]:
         rows, given["kv_length"], not skips and not causal, offsets, padding is not None, width,
         count_from_zero(rows), longest() if by_longest(config) else 0,
     )  # fmt: skip
-    *ranks, seen = _tell(mesh, own)
+    *ranks, seen = told_by_ranks(mesh, own)
     return _Ranks(*ranks), seen
 
 
@@ -269,18 +269,6 @@ def _positions(mesh: DeviceMesh, layout, total: int, device) -> torch.Tensor:
         return layout.positions(rank, device)[0]
     own = chunk(Span(0, total), mesh.size())[rank]
     return torch.arange(own.position, own.position + own.length, device=device)
-
-
-def _tell(mesh, own: tuple) -> list[list[int]]:
-    """For each of this rank's numbers, the numbers of all ranks, by a collective."""
-    numbers = [0 if isinstance(x, torch.Tensor) else int(x) for x in own]
-    sent = torch.tensor(numbers, device=mesh.device_type)
-    for i, x in enumerate(own):
-        if isinstance(x, torch.Tensor):  # the host waits only once, for the result
-            sent[i] = x
-    received = sent.new_empty(mesh.size() * len(own))
-    all_gather_single(received, sent, group=mesh.get_group())
-    return received.view(mesh.size(), len(own)).t().tolist()
 
 
 def _refuse(reason: str, ranks: _Ranks, otherwise: str | None = "; or "):

@@ -108,7 +108,7 @@ class Balancer:
 
     # -- How well it balances ---------------------------------------------------------------
 
-    def work(self, rank: int):
+    def work(self, rank: int) -> float:
         """Work of a rank, summed over :attr:`rows`: (query, key) pairs, or the given work."""
         return self._work(self.spans(rank))
 
@@ -116,7 +116,7 @@ class Balancer:
         """The largest work of a rank divided by the mean. 1.0 is perfect."""
         return max_over_mean([self.work(rank) for rank in range(self.world_size)])
 
-    def natural_work(self, rank: int):
+    def natural_work(self, rank: int) -> float:
         """The work that ``rank`` would have in natural order."""
         chunks = chunk(Span(0, self.seq_len), self.world_size)
         own = chunks[check_rank(rank, self.world_size)]

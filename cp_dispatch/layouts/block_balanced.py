@@ -9,11 +9,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.layouts.balancer import Balancer, positive_int
 from cp_dispatch.layouts.deal_blocks import deal_rows
 from cp_dispatch.layouts.documents import DocLengths, DocumentPairs, document_rows
 from cp_dispatch.layouts.spans import Span
+
+Work = BlockMask | torch.Tensor | Sequence[float] | Sequence[Sequence[float]]
 
 _DEFAULT_BLOCK_SIZE = 128
 # Sums of larger numbers could overflow.
@@ -58,8 +63,9 @@ class BlockBalanced(Balancer):
     near: bool
 
     def __init__(
-        self, work_or_block_mask, world_size: int, block_size: int | None = None, near: bool = False
-    ):
+        self, work_or_block_mask: Work, world_size: int, block_size: int | None = None,
+        near: bool = False,
+    ):  # fmt: skip
         work = work_or_block_mask
         if hasattr(work, "kv_num_blocks"):
             work, block_size = _mask_work(work, block_size)

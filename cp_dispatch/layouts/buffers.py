@@ -17,6 +17,9 @@ Neither communicates in its backward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +31,11 @@ from cp_dispatch.layouts.spans import Span, chunk
 from cp_dispatch.layouts.structure import map_tensors
 from cp_dispatch.native.permute import permute_sequence
 
+T = TypeVar("T")
+SeqDims = int | Sequence[Any] | Mapping[Any, Any]
 
-def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
+
+def shard(mesh: DeviceMesh, buffers: T, seq_dims: SeqDims, balancer: Balancer | None = None) -> T:
     """Cut this rank's rows out of whole tensors, in the order that ``balancer`` defines.
 
     Does not communicate: every rank passes the same whole tensors.
@@ -75,7 +81,7 @@ def shard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None)
     return map_tensors(one, buffers, seq_dims, on_mask=rows_of_mask)
 
 
-def unshard(mesh: DeviceMesh, buffers, seq_dims, balancer: Balancer | None = None):
+def unshard(mesh: DeviceMesh, buffers: T, seq_dims: SeqDims, balancer: Balancer | None = None) -> T:
     """Gather the ranks' shards into whole tensors in natural order: ``unshard(shard(x)) == x``.
 
     Gathers every tensor in one collective, after a small one that exchanges the lengths of all

@@ -44,7 +44,7 @@ class PerDocumentHeadTail(Balancer):
         ContextParallelError: if a number is not a positive int, or if the totals of rows differ.
     """
 
-    doc_lengths: tuple[tuple[int, ...], ...]
+    doc_lengths: DocLengths
     world_size: int
 
     def __post_init__(self):

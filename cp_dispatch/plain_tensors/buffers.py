@@ -51,7 +51,7 @@ def checked(buffers, dims, no_restore) -> tuple[list, list, set[int]]:
             f"buffers holds {len(buffers)} tensors, but buffer_seq_dims holds {len(dims)} ints"
         )
     ids = [id(buffer) for buffer in buffers]
-    keep = {id(buffer) for buffer in no_restore or ()}
+    keep = {id(buffer) for buffer in listed(no_restore, "no_restore_buffers")}
     if not keep <= set(ids):
         raise ContextParallelValueError("no_restore_buffers must be a subset of buffers")
     for i, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):

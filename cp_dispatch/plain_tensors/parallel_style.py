@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import types
 import weakref
@@ -92,7 +93,7 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self,
         seq_dim: int = 2,
-        attention_type="sdpa",
+        attention_type: str | enum.Enum = "sdpa",
         *,
         balancer: Balancer | str | None = "auto",
         schedule: str | None = None,

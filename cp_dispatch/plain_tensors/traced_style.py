@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -38,7 +39,9 @@ _LOCAL = *_SDPA, torch.ops.higher_order.flex_attention  # a graph would run thes
 _contexts: dict[int, PlainContext] = {}
 # By the names of the classes of marked tensors. Dynamo would make numbers dynamic as soon as it
 # sees a second one in a module that FSDP2 shards.
-_decide: dict = {}  # functions that return the context of a class's block in effect
+# Weak references to functions that return the context of a class's block in effect: they refer to
+# the style, which has process groups. The forward of its modules holds them.
+_decide: dict[str, weakref.ref] = {}
 _attended: dict[str, int] = {}  # how many calls of attention were traced
 
 library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -103,7 +106,7 @@ def _attend(
 @torch.compiler.assume_constant_result
 def _number_of(style: str) -> int:
     """The number of the block in effect, guarded by the block."""
-    decide = _decide[style]
+    decide = _decide[style]()
     graph_guards.note_trace(f"the block of ContextParallel, {style}", decide)
     _attended[style] += 1
     return number_for(decide(), _contexts)
@@ -134,7 +137,7 @@ def traced_forward(decide, run, own=None):
         own: the forward that a module has in place of its class's, as a function of the module.
     """
     style = f"Marked{len(_decide)}"
-    _decide[style] = decide
+    _decide[style] = weakref.ref(decide)
     _attended[style] = 0
     cls = type(style, (Marked,), {"style": style})
 
@@ -175,6 +178,7 @@ def traced_forward(decide, run, own=None):
         _refuse_containers("returns", output)
         return map_tensors(_unmarked, output)
 
+    forward.decide = decide  # to hold it
     return forward
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch._compat import all_gather_single
@@ -17,12 +18,16 @@ UNEVEN_IN_A_TRACE = (
 )
 
 
-def told_by_ranks(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+def told_by_ranks(mesh: DeviceMesh, numbers: Sequence[int | Tensor]) -> list[list[int]]:
     """For each of the numbers, those of all ranks; a collective."""
-    sent = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    known = [0 if isinstance(x, Tensor) else int(x) for x in numbers]
+    sent = torch.tensor(known, dtype=torch.int64, device=mesh.device_type)
+    for i, x in enumerate(numbers):
+        if isinstance(x, Tensor):  # the host waits only once, for the result
+            sent[i] = x
     received = sent.new_empty(mesh.size() * len(numbers))
     all_gather_single(received, sent, group=mesh.get_group())
-    return received.view(mesh.size(), -1).t().tolist()
+    return received.view(mesh.size(), len(numbers)).t().tolist()
 
 
 def not_chunks(rows: list[int]) -> str | None:

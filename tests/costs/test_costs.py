@@ -66,12 +66,17 @@ def test_curves():
             Curve(wrong)
 
 
-def test_constants_are_kept(tmp_path):
+def test_constants_are_kept(monkeypatch, tmp_path):
     known = constants(floors={"ring": {"forward": ((2, 1e-3), (4, 2e-3))}})
     assert Constants.from_json(known.to_json()) == known
     for text in ("", "{}", known.to_json().replace('"shift"', '"moves"').replace("0.5", "x")[:-9]):
         with pytest.raises(ContextParallelError, match="calibrate"):
             Constants.from_json(text)
+    monkeypatch.setattr("cp_dispatch.costs.constants.FOLDER", tmp_path)
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(ContextParallelError, match="broken.json is not .*'device'.* remove it"):
+        constants_of("broken")
+    monkeypatch.undo()
     assert kind_of("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
     assert constants_of("no-such-gpu") is None
     sibling = constants_of(kind_of("NVIDIA H100 80GB HBM3"))

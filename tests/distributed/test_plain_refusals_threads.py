@@ -149,6 +149,8 @@ def test_arguments():
         refused("buffers must be a list", ValueError, buffers=x, buffer_seq_dims=[0])
         refused("buffer_seq_dims must be a list", ValueError, buffers=[x], buffer_seq_dims=0)
         refused("subset", ValueError, no_restore_buffers={x})
+        single = {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": x}
+        refused("no_restore_buffers must be a list", ValueError, **single)
         refused("no dim 2", ValueError, buffers=[x], buffer_seq_dims=[2])
         for dim in (True, 1.0, "0"):
             refused(f"no dim {dim!r}", ValueError, buffers=[x], buffer_seq_dims=[dim])

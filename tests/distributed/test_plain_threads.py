@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -28,7 +30,7 @@ from tests.distributed.calls import only
 from tests.distributed.plain import run_plain
 from tests.distributed.reference import Mask, Problem, check, exact, one_device, rounding
 from tests.distributed.threads import run_threads
-from tests.ranks import fake_ranks
+from tests.ranks import fake_ranks, one_rank
 
 
 @pytest.fixture(autouse=True)
@@ -756,6 +758,20 @@ def test_a_style_is_for_more_than_one_world():
 
     for groups in (0, 3):
         run_threads(4, functools.partial(body, groups))
+
+
+@pytest.mark.parametrize("attention_type", ["sdpa", "flex"])
+def test_a_style_goes_with_its_modules(attention_type):
+    """It has process groups, whose threads and sockets would stay forever."""
+    with one_rank() as mesh:
+        style = cp_dispatch.ContextParallel(attention_type=attention_type, balancer=None)
+        for module in (Attention(), WithOwnForward()):
+            parallelize_module(module, mesh, style)
+            module(*sequences(16))
+        gone = weakref.ref(style)
+        del module, style
+        gc.collect()
+        assert gone() is None
 
 
 def test_dtensors_mean_what_they_mean_outside():
