@@ -138,8 +138,8 @@ class Ring:
 
     @property
     def may_push(self) -> bool:
-        """Whether this ring can have mailboxes."""
-        return self.stream is not None
+        """Whether this ring can have mailboxes, as far as is known; the same on every rank."""
+        return self.stream is not None and is_used_by(self.group) is not False
 
     def mailbox(self, name: str, size: int) -> Mailbox | None:
         """See :func:`cp_dispatch.schedules.mailboxes.mailbox`."""

@@ -27,7 +27,6 @@ from cp_dispatch.native.merge import plain_batch, token_major
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.job import Job
 from cp_dispatch.schedules.mailbox import OPENED, PUSHED
-from cp_dispatch.schedules.reach import is_used_by
 
 _log = logging.getLogger("cp_dispatch")
 
@@ -35,7 +34,7 @@ _log = logging.getLogger("cp_dispatch")
 def finish(job: Job, method: Callable, tensors: Sequence[Tensor], *rest) -> None:
     """Complete the flags that other ranks wait for, after ``method(job, *tensors, *rest)``, a
     schedule's forward or backward, has raised an error on this rank."""
-    if job.ring is None or not job.ring.may_push or is_used_by(job.ring.group) is False:
+    if job.ring is None or not job.ring.may_push:
         return
     ring = _Ring(job.ring)
     try:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.backends import wide_dtype
+from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.by_need.ownership import Ownership
 from cp_dispatch.by_need.selector import Selector
 from cp_dispatch.layouts import Span
@@ -45,17 +46,22 @@ class Exchange:
         self._own_places: dict[tuple, Selector] = {}  # for at most two orders
 
     @functools.cached_property
-    def _pulls(self) -> Pulls:
+    def _pulls(self) -> Pulls | None:
+        """What copy engines move; None if some rank would need too many copies, on every rank."""
         ranks = range(self._keys.world_size)
-        table = table_of(self.traffic.needs, self._keys)
-        return Pulls(table, max(map(self._keys.rows, ranks)), self.rank, self._order)
+        table = table_of(self.traffic.needs, self._keys, MOST_RUNS)
+        return (
+            None
+            if table is None
+            else Pulls(table, max(map(self._keys.rows, ranks)), self.rank, self._order)
+        )
 
     def transfers(
         self, ring: Ring | None, key: Tensor, value: Tensor, dtype: torch.dtype | None = None
     ) -> contextlib.AbstractContextManager[Collectives | Pulled]:
         """The transfers of a call with shards like these, ``(rows, Hkv, D)``; ``dtype`` is that of
         the gradients that it returns, None if there are none."""
-        if self.traffic.moves and ring.may_push:
+        if self.traffic.moves and ring.may_push and self._pulls is not None:
             found = pulled(self._pulls, ring, key, value, dtype, self.add_up)
             if found is not None:
                 return found

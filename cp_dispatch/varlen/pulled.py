@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_dispatch.by_need.copies import copy_all
-from cp_dispatch.by_need.here import MOST_RUNS, here_of, stand_in
+from cp_dispatch.by_need.here import here_of, stand_in
 from cp_dispatch.by_need.selector import Pairs
 from cp_dispatch.by_need.to_the_end import finish
 from cp_dispatch.layouts import Span
@@ -29,7 +29,7 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.mailbox import Mailbox
 from cp_dispatch.varlen.documents import union
 from cp_dispatch.varlen.keys import Arrived
-from cp_dispatch.varlen.traffic import Table, most_runs
+from cp_dispatch.varlen.traffic import Table
 
 # With more runs than this in the kernel's order, keys are put in order by a kernel of their own.
 _MOST_ORDERED = 64
@@ -72,11 +72,6 @@ class Pulls:
         #: The runs in the kernel's order, None if they are many or there is no such order.
         self.ordered = ordered if ordered is not None and len(ordered) <= _MOST_ORDERED else None
         self.offered = union([x for taker in self.owners for x in table[taker][rank]])
-
-    @functools.cached_property
-    def are_few(self) -> bool:
-        """Whether no rank has too many copies to make; the same on every rank."""
-        return most_runs(self.table) <= MOST_RUNS
 
     def size(self, columns: int, dtypes: Iterable[torch.dtype]) -> int:
         """Bytes of a room; the same on every rank."""
@@ -238,8 +233,6 @@ def pulled(
     pulls: Pulls, ring: Ring, key: Tensor, value: Tensor, dtype: torch.dtype | None, add_up
 ) -> Pulled | None:
     """The transfers by copy engines; None if they cannot carry them. The same on all ranks."""
-    if not pulls.are_few:
-        return None
     columns = [math.prod(x.shape[1:]) for x in (key, value)]
     size = pulls.size(sum(columns), [key.dtype] if dtype is None else [key.dtype, dtype])
     box = ring.mailbox("varlen", size) if size else None

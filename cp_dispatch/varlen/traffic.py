@@ -9,6 +9,7 @@ order of the owner's shard. In natural order this is their original order.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from bisect import bisect_right
 from collections import Counter
@@ -145,8 +146,11 @@ def traffic_of(
 Table = list[list[tuple[Span, ...]]]
 
 
-def table_of(needs: Sequence[Sequence[Span]], keys: Ownership) -> Table:
-    """The moves of all ranks, from the positions of the keys that each one needs."""
+def table_of(
+    needs: Sequence[Sequence[Span]], keys: Ownership, most: float = math.inf
+) -> Table | None:
+    """The moves of all ranks, from the positions of the keys that each one needs; None if some rank
+    needs more than ``most`` runs of rows."""
     ranks = range(keys.world_size)
     owned, table = [], []
     for owner in ranks:
@@ -165,6 +169,8 @@ def table_of(needs: Sequence[Sequence[Span]], keys: Ownership) -> Table:
                 here = min(length, sum(span) - position)
                 append(found[owner], row + position - span.position, here)
                 position, length, index = position + here, length - here, index + 1
+                if sum(map(len, found)) > most:  # before thousands of them are made
+                    return None
         table.append([tuple(spans) for spans in found])
     return table
 

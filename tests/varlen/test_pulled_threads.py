@@ -20,7 +20,7 @@ from cp_dispatch.groups import ring_group_name
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, explain, keys, ops, pulled
 from cp_dispatch.varlen.documents import Documents, Window
-from cp_dispatch.varlen.traffic import overlaps, rows_given, table_of, traffic_of
+from cp_dispatch.varlen.traffic import most_runs, overlaps, rows_given, table_of, traffic_of
 from tests.distributed.rooms import Rooms
 from tests.distributed.sharded import distribute
 from tests.distributed.test_errors_threads import Memory
@@ -88,7 +88,7 @@ def test_on_another_stream(layout, rooms):
 
 def test_collectives_move_what_is_in_too_many_runs(monkeypatch):
     rooms = Rooms(monkeypatch)
-    monkeypatch.setattr(pulled, "MOST_RUNS", 1)
+    monkeypatch.setattr(exchange, "MOST_RUNS", 1)
     judge(VarlenProblem((48,)), 3)
     assert not rooms.used
 
@@ -152,6 +152,9 @@ def test_rows_of_all_ranks(layout):
             rows
         )
     assert table[2][2] == traffic.home
+    runs = most_runs(table)
+    assert table_of(traffic.needs, owned, runs) == table
+    assert table_of(traffic.needs, owned, runs - 1) is None
 
 
 def test_rooms_do_not_grow_with_the_documents(rooms):
