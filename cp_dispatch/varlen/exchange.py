@@ -48,13 +48,11 @@ class Exchange:
     @functools.cached_property
     def _pulls(self) -> Pulls | None:
         """What copy engines move; None if some rank would need too many copies, on every rank."""
-        ranks = range(self._keys.world_size)
         table = table_of(self.traffic.needs, self._keys, MOST_RUNS)
-        return (
-            None
-            if table is None
-            else Pulls(table, max(map(self._keys.rows, ranks)), self.rank, self._order)
-        )
+        if table is None:
+            return None
+        rows = max(map(self._keys.rows, range(self._keys.world_size)))
+        return Pulls(table, rows, self.rank, self._order)
 
     def transfers(
         self, ring: Ring | None, key: Tensor, value: Tensor, dtype: torch.dtype | None = None

@@ -235,7 +235,7 @@ def pulled(
     """The transfers by copy engines; None if they cannot carry them. The same on all ranks."""
     columns = [math.prod(x.shape[1:]) for x in (key, value)]
     size = pulls.size(sum(columns), [key.dtype] if dtype is None else [key.dtype, dtype])
-    box = ring.mailbox("varlen", size) if size else None
+    box = ring.mailbox("varlen", size)
     return None if box is None else Pulled(pulls, box, columns, size, dtype, add_up)
 
 

@@ -314,7 +314,6 @@ def test_the_calls_own_error_is_the_one_that_is_raised(monkeypatch, caplog, wher
             lost()
 
     waits = []
-    monkeypatch.setattr(flags_alone, "is_used_by", lambda _: True)
     monkeypatch.setattr(flags_alone._Ring, "wait", lambda _: waits.append(1) or lost())
     flags_alone.finish(job, schedule, ())
     assert waits and "may wait for this one" in caplog.text
