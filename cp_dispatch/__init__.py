@@ -21,6 +21,7 @@ from cp_dispatch.layouts import (
     shard,
     unshard,
 )
+from cp_dispatch.native import merge_ops as _merge_ops  # noqa: F401  registers the merge
 from cp_dispatch.ops import ops_to_save
 from cp_dispatch.plain import context_parallel, context_parallel_unshard, set_rotate_method
 from cp_dispatch.plain_tensors.parallel_style import ContextParallel

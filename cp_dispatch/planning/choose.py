@@ -159,5 +159,7 @@ def _choice(local: LocalCall, device: int, flags: tuple) -> int:
                     enable_gqa=local.enable_gqa,
                 )  # fmt: skip
             )
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
         except RuntimeError:
             return _NONE_FITS
