@@ -59,7 +59,7 @@ def known_to(*modules: str) -> set[str]:
 
 
 def test_importing_the_package_imports_all_of_it():
-    """Ops are registered by the modules that define them. Only the command line imports the rest."""
+    """Modules register the ops that they define. Only the command line imports the rest."""
     rest = {name for name in set(TREES) - known_to("__init__") if not name.endswith("__init__")}
     assert rest == {"__main__", "costs.calibrate", "costs.clock", "costs.floors", "plot"}
 

@@ -121,6 +121,7 @@ class Box:
         self.is_current, self._gave_way = True, False
         self.pulls = 0
         self.is_unread = self.is_under_way = False
+        self._is_offered = False
 
     def at(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert offset + numel * dtype.itemsize <= len(self._memory[rank])
@@ -155,6 +156,8 @@ class Box:
 
     def pull(self, targets, sources, then_wait=False) -> None:
         assert not self.is_under_way, "nobody has waited for what came last"
+        assert not self._is_offered or not targets, "others may not have read what was here before"
+        self._is_offered = True
         self.pulls += 1
         self.open()
         self.is_under_way = not then_wait
@@ -275,7 +278,7 @@ class Box:
     let_go = wait  # the current stream waits in a different way
 
     def wait_for_readers(self) -> None:
-        pass
+        self._is_offered = False
 
     def release(self) -> None:
         if self.is_under_way:

@@ -17,6 +17,7 @@ from cp_dispatch import BlockBalanced, HeadTail, PerDocumentHeadTail
 from cp_dispatch.by_need.here import MOST_RUNS
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.groups import ring_group_name
+from cp_dispatch.layouts import Span
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, explain, keys, ops, pulled
 from cp_dispatch.varlen.documents import Documents, Window
@@ -170,7 +171,7 @@ def test_rounds():
     """Of gradients; each is as large as fits for all ranks."""
 
     def pulls(*counts):
-        table = [[(pulled.Span(0, n),) if n else () for n in of] for of in counts]
+        table = [[(Span(0, n),) if n else () for n in of] for of in counts]
         return pulled.Pulls(table, 4, 0, None)
 
     causal = pulls((4, 0, 0, 0), (4, 4, 0, 0), (4, 4, 4, 0), (4, 4, 4, 4))
@@ -180,6 +181,23 @@ def test_rounds():
     window = pulls((4, 0, 0, 1), (1, 4, 0, 0), (0, 1, 4, 0), (0, 0, 1, 4))
     assert window.rounds(4) == [[1]]
     assert pulls((4, 0), (0, 4)).rounds(4) == []
+
+
+def test_keys_arrive_in_the_order_of_the_kernel(monkeypatch):
+    """Unless they are in many runs there."""
+    table = [[(Span(2, 4),), (Span(0, 3),)], [(), (Span(0, 4),)]]
+    order = (4, 3, 0), (0, 4, 3)  # the second rank's keys first
+    found = pulled.Pulls(table, 6, 0, order)
+    assert found.ordered == [(0, 2, 3, 4), (1, 0, 0, 3)]
+    assert found.compact == [(0, 2, 0, 4), (1, 0, 4, 3)]
+    assert pulled.Pulls(table, 6, 0, ((4, 2, 0), (0, 4, 2), (6, 1, 6))).ordered == [
+        (0, 2, 2, 4), (1, 0, 0, 2), (1, 2, 6, 1),
+    ]  # fmt: skip
+    assert pulled.Pulls(table, 6, 0, None).ordered is None
+    monkeypatch.setattr(pulled, "_MOST_ORDERED", 2)
+    assert pulled.Pulls(table, 6, 0, order).ordered == found.ordered
+    monkeypatch.setattr(pulled, "_MOST_ORDERED", 1)
+    assert pulled.Pulls(table, 6, 0, order).ordered is None
 
 
 def test_numbers_are_worked_out_once(monkeypatch, rooms):
