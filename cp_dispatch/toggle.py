@@ -255,8 +255,8 @@ def _sync() -> None:
         causal_bias.remove()
         checkpoints.remove()
         graph_guards.override_goes()
-    if _contexts.in_use:  # for blocks
-        hf_masks.install(plain_context)
+    if _contexts.in_use or any(options.order is not None for options in _stack.everywhere):
+        hf_masks.install(plain_context, current_options)
     else:
         hf_masks.remove()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
