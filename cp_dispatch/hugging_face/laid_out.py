@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import implicit_replication_is_on
 from cp_dispatch.errors import ContextParallelError
-from cp_dispatch.hugging_face.positions import finds_documents, inputs_of_mask, made_whole
+from cp_dispatch.hugging_face.positions import (
+    asking_model,
+    finds_documents,
+    inputs_of_mask,
+    made_whole,
+    taken_by_the_model,
+)
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.planning.layout_rules import named
 
@@ -50,6 +56,11 @@ def _wrong(kind: str, is_causal: bool, length: int) -> str | None:
             "passed, but its tokens are in the layout's; pass position_ids, permuted and sharded "
             "like the tokens (cp_dispatch.shard)"
         )
+    if not taken_by_the_model() and isinstance(_embedding(), torch.nn.Module):
+        return (
+            "the model takes no position_ids, and embeds positions that it counts itself, in "
+            "natural order, but its tokens are in the layout's; use layout=None"
+        )
     if finds_documents():
         return (
             "position_ids that do not count up by 1, because of the layout or of packed documents, "
@@ -63,6 +74,11 @@ def _wrong(kind: str, is_causal: bool, length: int) -> str | None:
             "layout's; use attn_implementation='sdpa'"
         )
     return None
+
+
+def _embedding():
+    """What BART and its relatives embed positions with."""
+    return getattr(asking_model(), "embed_positions", None)
 
 
 def _is_natural(layout: Balancer) -> bool:

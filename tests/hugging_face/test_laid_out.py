@@ -64,6 +64,24 @@ def test_positions_that_the_model_counts_are_refused(mesh, given, headless):
         run(mesh, HEAD_TAIL, headless=headless, **given)
 
 
+def test_positions_that_a_model_cannot_be_given_are_refused(mesh):
+    model = transformers.BartModel(
+        transformers.BartConfig(
+            vocab_size=11, d_model=8, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8,
+            decoder_ffn_dim=8, encoder_attention_heads=1, decoder_attention_heads=1,
+            use_cache=False, attn_implementation="sdpa",
+        )
+    ).eval()  # fmt: skip
+    model = distribute_module(model, mesh)
+    tokens = torch.zeros(1, LENGTH // 2, dtype=torch.int64)
+    tokens = DTensor.from_local(tokens, mesh, [Shard(1)])
+    for layout in (None, NATURAL, HEAD_TAIL):
+        refused = pytest.raises(ContextParallelError, match="takes no position_ids, and embeds")
+        with refused if layout is HEAD_TAIL else contextlib.nullcontext():
+            with torch.no_grad(), enabled(layout=layout), implicit_replication():
+                model(tokens, decoder_input_ids=tokens)
+
+
 @pytest.mark.parametrize("kind", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("positions", [OWN, WHOLE[:, [0, 1, 6, 7, 2, 3, 4, 5]]], ids=str)
 def test_documents_that_transformers_finds_are_refused(mesh, positions, kind):
