@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cp_dispatch._compat import implicit_replication_is_on
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.hugging_face.configs import wrong_in_a_layout
 from cp_dispatch.hugging_face.positions import (
     asking_model,
     finds_documents,
@@ -25,9 +26,10 @@ from cp_dispatch.layouts import Balancer
 from cp_dispatch.planning.layout_rules import named
 
 
-def check(options, kind: str, is_causal: bool) -> None:
+def check(options, kind: str, is_causal: bool, config) -> None:
     """Refuse the model that asks for a mask if its results would be wrong in the layout of
-    ``options``, which may be None. ``kind`` is its ``attn_implementation``.
+    ``options``, which may be None. ``kind`` is its ``attn_implementation``, ``config`` its config
+    or None.
 
     Raises:
         ContextParallelError: on all ranks, since the model does the same on all of them.
@@ -40,7 +42,7 @@ def check(options, kind: str, is_causal: bool) -> None:
         return
     if inputs.shape[1] != layout.seq_len or _is_natural(layout):
         return
-    reason = _wrong(kind, is_causal, layout.seq_len)
+    reason = _wrong(kind, is_causal, layout.seq_len) or wrong_in_a_layout(config, layout.seq_len)
     if reason is not None:
         raise ContextParallelError(
             f"a model of transformers on DTensors in a layout is refused: {reason}.\n"

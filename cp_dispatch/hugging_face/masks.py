@@ -90,8 +90,9 @@ def _checked(kind: str, ours, module, current_options):
 
     def mask(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            window = kwargs.get("local_size") is not None
-            laid_out.check(current_options(), kind, window or kwargs.get("mask_function") is causal)
+            window, config = kwargs.get("local_size") is not None, kwargs.get("config")
+            is_causal = window or kwargs.get("mask_function") is causal
+            laid_out.check(current_options(), kind, is_causal, config)
         return ours(*args, **kwargs)
 
     return mask

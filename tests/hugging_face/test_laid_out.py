@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, enabled
+from tests.distributed.spawn import TORCH_2_13
 from tests.ranks import fake_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -80,6 +81,24 @@ def test_positions_that_a_model_cannot_be_given_are_refused(mesh):
         with refused if layout is HEAD_TAIL else contextlib.nullcontext():
             with torch.no_grad(), enabled(layout=layout), implicit_replication():
                 model(tokens, decoder_input_ids=tokens)
+
+
+def test_queries_that_a_model_scales_by_positions_are_refused(mesh):
+    config = transformers.Llama4TextConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, intermediate_size_mlp=8,
+        num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+        no_rope_layers=[0], floor_scale=8, use_cache=False, attn_implementation="sdpa",
+        interleave_moe_layer_step=2, pad_token_id=None,
+    )  # fmt: skip
+    model = distribute_module(transformers.Llama4ForCausalLM(config).eval(), mesh)
+    own = (torch.zeros(1, LENGTH // 2, dtype=torch.int64), torch.tensor([OWN]))
+    tokens, positions = (DTensor.from_local(x, mesh, [Shard(1)]) for x in own)
+    # Without a layout, torch 2.11 has no rule for the model's complex numbers.
+    for layout in (None, HEAD_TAIL) if TORCH_2_13 else (HEAD_TAIL,):
+        refused = pytest.raises(ContextParallelError, match="attn_temperature_tuning")
+        with contextlib.nullcontext() if layout is None else refused:
+            with torch.no_grad(), enabled(layout=layout), implicit_replication():
+                model(input_ids=tokens, position_ids=positions, attention_mask=ONES)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "flex_attention"])
