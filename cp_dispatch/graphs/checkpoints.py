@@ -35,7 +35,8 @@ class _Thread(threading.local):
     def __init__(self):
         self.first: list[_Recomputed] = []  # first runs that this thread is in, by a call of ours
         self.frames: list[weakref.ref] = []  # of checkpoints that may be in their first run
-        self.second: list[_SecondRun] = []
+        self.second: list[_SecondRun] = []  # those that are checked
+        self.repeats: list[bool] = []  # for each second run, whether it needs no check
 
 
 _thread = _Thread()
@@ -97,6 +98,12 @@ def attends_in(layout: str, *lengths: int) -> None:
         run.check(order)
 
 
+def repeats() -> bool:
+    """Whether this thread is in the second run of a checkpoint, with the same orders around as in
+    the first one."""
+    return bool(_thread.repeats) and _thread.repeats[-1]
+
+
 def _first_runs() -> list[_Recomputed]:
     """Of the checkpoints that this thread is in. Forgets the frames of all others."""
     runs, frames = [*_thread.first], []
@@ -154,13 +161,14 @@ class _Recomputed:
                 "where attention would stay within a shard. Run the backward inside the block"
             )
         if now.orders == self._around.orders:
-            return self._function(*args)
+            with _noted(_thread.repeats, True):
+                return self._function(*args)
         if self._around.options is not None and now.options is None:
             # Torch's own kernels would run, and take the order for the natural one.
             for layout, *_ in self.outside:
                 if layout:
                     raise in_another_order("", layout)
-        with _noted(_thread.second, _SecondRun(self, now.options)):
+        with _noted(_thread.repeats, False), _noted(_thread.second, _SecondRun(self, now.options)):
             return self._function(*args)
 
 

@@ -260,6 +260,32 @@ def test_compiled_graphs_on_dtensors(attend, reentrant):
                 out.sum().backward()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_module_may_run_in_other_orders_meanwhile(reentrant):
+    """As in a pipeline whose batches have their own layouts."""
+
+    def body(mesh):
+        module = parallelize_module(Causal(), mesh, ContextParallel(balancer="auto"))
+        own = [x.to_local().detach().requires_grad_() for x in leaves(mesh)]
+        outs, wants = [], []
+        for layout in (head_tail(), None):
+            with enabled(layout=layout):
+                outs += [checkpoint(module, *own, use_reentrant=reentrant) for _ in range(2)]
+                wants.append(torch.autograd.grad(module(*own).sum(), own))
+        for layout, want in ((head_tail(), wants[0]), (None, wants[1])):
+            for x in own:
+                x.grad = None
+            with enabled(layout=layout):
+                outs.pop(0).sum().backward()
+            for x, true in zip(own, want, strict=True):
+                torch.testing.assert_close(x.grad, true)
+            with enabled(layout=None if layout else head_tail()):
+                with pytest.raises(ContextParallelError, match="order"):
+                    outs.pop(0).sum().backward()
+
+    on_ranks(body)
+
+
 class Attend(torch.nn.Module):
     def forward(self, query, key, value):
         return flex_attention(query, key, value)
