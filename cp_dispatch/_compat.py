@@ -90,6 +90,7 @@ __all__ = [
     "groups_of",
     "guard_trace",
     "has_tangent",
+    "implicit_replication_is_on",
     "in_backward",
     "in_fake_mode",
     "is_capturing",
@@ -350,6 +351,11 @@ class CheckpointFrameInit(StaticMethod):
         super().__init__(torch.utils.checkpoint._CheckpointFrame, "__init__")
 
     _kind = staticmethod(lambda function: function)
+
+
+def implicit_replication_is_on() -> bool:
+    """Whether torch takes plain tensors beside DTensors as replicated ones."""
+    return DTensor._op_dispatcher._allow_implicit_replication
 
 
 def recompute_in_forward(frame):

@@ -14,6 +14,7 @@ from cp_dispatch.bounded import keep
 from cp_dispatch.dropout import Dropout
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.checkpoints import attends_in
 from cp_dispatch.layouts import from_text
 from cp_dispatch.native.merge import plain_batch, token_major
 from cp_dispatch.schedules import SCHEDULES, flags_alone, of_direction
@@ -146,6 +147,16 @@ def _signed(job: Job, tensor: Tensor) -> Tensor:
     return tensor if job.sign == 1.0 else tensor * job.sign
 
 
+def order_of(
+    attn_mask, dropout_seed, dropout_p, origin, is_causal, scale, query_length, key_length,
+    schedule, ring_shape, group_name, layout, mask_order,
+) -> tuple | None:  # fmt: skip
+    """The layout and the lengths of an op's call, None if the order of the sequence does not
+    matter."""
+    matters = is_causal or attn_mask is not None or dropout_seed is not None
+    return (layout, query_length, key_length) if matters and group_name else None
+
+
 class Repeated:
     """A kind of call without mask and dropout that is repeated, on one device and with one head
     dim. Its job is looked up once, and a schedule may run it with fewer ops
@@ -160,11 +171,14 @@ class Repeated:
         self._backend, self._arguments = backend, arguments
         *_, self._group_name, self._layout, _ = arguments
         self._group = self._known = None
+        self._order = order_of(*arguments)
         #: Job and schedule of a forward and of a backward.
         self._ways: list[tuple] = []
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """As :func:`run_forward`."""
+        if self._order is not None:
+            attends_in(*self._order)
         known, job, schedule = self._find(query, backward=False)
         if known is None:
             return run_forward(job, schedule, query, key, value)

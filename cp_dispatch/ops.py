@@ -17,10 +17,12 @@ from cp_dispatch._compat import below_autograd, has_tangent, local_tensor_mode, 
 from cp_dispatch.backends import BACKENDS, Backend
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.checkpoints import attends_in
 from cp_dispatch.graphs.order import keep_in_graph, stay_in_backward
 from cp_dispatch.kernels import (
     job_of,
     no_mask_grad,
+    order_of,
     placeholder,
     run_backward,
     run_forward,
@@ -81,6 +83,8 @@ def _define(backend: Backend) -> None:
 
     @run_uncompiled
     def forward(query, key, value, *options):
+        if (order := order_of(*options)) is not None:
+            attends_in(*order)
         job, schedule = job_of(backend, query, *options)
         return run_forward(job, schedule, query, key, value)
 

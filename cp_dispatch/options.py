@@ -145,5 +145,11 @@ class OptionStack:
         return own
 
     @property
+    def everywhere(self) -> list[Options]:
+        """The options that apply in some thread."""
+        found = self._process, *(scope.options for scope in self._scopes)
+        return [options for options in found if options is not None]
+
+    @property
     def in_use(self) -> bool:
         return self._process is not None or bool(self._scopes)

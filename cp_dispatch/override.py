@@ -31,8 +31,8 @@ from cp_dispatch.call import Call
 from cp_dispatch.dispatch import attend, involves_dtensor
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import guards as graph_guards
+from cp_dispatch.graphs.checkpoints import attended
 from cp_dispatch.options import Options, OptionStack
-from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.plain_tensors.local_call import attend_plain, check_transforms
 from cp_dispatch.transforms import hidden_mesh, refuse_transforms

@@ -39,12 +39,11 @@ from cp_dispatch._compat import (
     withdraw,
 )
 from cp_dispatch.flex import install as flex
-from cp_dispatch.graphs import compile_cache
+from cp_dispatch.graphs import checkpoints, compile_cache
 from cp_dispatch.graphs import guards as graph_guards
 from cp_dispatch.hugging_face import masks as hf_masks
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options, OptionStack, Scope
-from cp_dispatch.plain_tensors import checkpoints
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.varlen import install as varlen
 
@@ -244,10 +243,12 @@ def _sync() -> None:
             override.install(library, _stack, _contexts, plain_context)
             flex.install(current_options, plain_context, enabled_for_shards)
             varlen.install(current_options, plain_context)
+            checkpoints.install(current_options, plain_context)
         except BaseException:
             withdraw(library)
             flex.remove()
             varlen.remove()
+            checkpoints.remove()
             raise
         forget_resolved_kernels(override.SDPA)
         causal_bias.install(is_enabled, plain_context)
@@ -257,12 +258,12 @@ def _sync() -> None:
         forget_resolved_kernels(override.SDPA)
         flex.remove()
         causal_bias.remove()
+        checkpoints.remove()
         graph_guards.override_goes()
-    for part in (hf_masks, checkpoints):  # of blocks
-        if _contexts.in_use:
-            part.install(plain_context)
-        else:
-            part.remove()
+    if _contexts.in_use or any(options.order is not None for options in _stack.everywhere):
+        hf_masks.install(plain_context, current_options)
+    else:
+        hf_masks.remove()
     state = (_stack.latest(), _contexts.latest()) if _contexts.in_use else _stack.latest()
     compile_cache.tag(state if _installed else None)
 

@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1007,6 +1008,13 @@ def test_CheckpointFrameInit():
     assert seen == [True] and _compat.recompute_in_forward(frames[0]) is None
     y.sum().backward()
     assert seen == [True, 1, False] and owner.__dict__["__init__"] is before
+
+
+def test_implicit_replication_is_on():
+    assert not _compat.implicit_replication_is_on()
+    with implicit_replication():
+        assert _compat.implicit_replication_is_on()
+    assert not _compat.implicit_replication_is_on()
 
 
 def test_run_uncompiled():

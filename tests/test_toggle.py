@@ -190,11 +190,12 @@ def test_a_wrong_option_names_the_choices_and_changes_nothing(switch):
 
 
 @pytest.mark.parametrize("part, inside", [
-    ("flex", False), ("varlen", False), ("checkpoints", False), ("checkpoints", True),
+    ("flex", False), ("varlen", False), ("checkpoints", False), ("hf_masks", False),
+    ("hf_masks", True),
 ])  # fmt: skip
 def test_an_installation_that_fails_is_undone(mesh, part, inside):
     """So the next one works, and until then calls are torch's; also inside a scope."""
-    of_blocks = part == "checkpoints"
+    of_blocks = part == "hf_masks"
     x = torch.randn(1, 1, 8, 4)
     want = imported_before_enable(x, x, x, is_causal=True)
 

@@ -45,6 +45,7 @@ def footprint():
         import torch.nn.functional as F
         from torch.distributed.tensor import DTensor
         from torch._library.simple_registry import singleton
+        from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
         def state():
             dispatcher = DTensor._op_dispatcher
@@ -61,6 +62,7 @@ def footprint():
                     name: sorted(str(x) for x in table if "cp_dispatch" not in str(x))
                     for name, table in tables.items() if isinstance(table, (dict, set))
                 },
+                "checkpoints": [str(CheckpointFunction.forward), str(_CheckpointFrame.__init__)],
                 "environment": dict(os.environ),
                 "threads": threading.active_count(),
                 "warning filters": str(warnings.filters),

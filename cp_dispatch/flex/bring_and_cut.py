@@ -10,7 +10,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from cp_dispatch.flex.mask_job import known_of
-from cp_dispatch.flex.ops import MASK, bring, bring_fake, check_rows, cut_fake, define
+from cp_dispatch.flex.ops import (
+    MASK,
+    bring,
+    bring_fake,
+    check_rows,
+    cut_fake,
+    define,
+    tell_order,
+)
 
 # The arguments and results are those of flex_bring, and of flex_cut for all keys.
 SCHEMA = (
@@ -21,6 +29,7 @@ SCHEMA = (
 
 def _flex_bring_and_cut(key: Tensor, value: Tensor, *args) -> tuple[Tensor, Tensor]:
     mask, fill, order = args[:-2], args[-2], args[-1]
+    tell_order(mask)
     known = known_of(mask, key.device)
     if known.exchange is None:
         known.find_exchange(mask, key.device, lambda job: check_rows(job, key))

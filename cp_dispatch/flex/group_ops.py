@@ -15,7 +15,7 @@ from cp_dispatch.flex.carriers import Collectives
 from cp_dispatch.flex.flight import Arrivals, Returns, find, register, returns_of
 from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob, exchange_of
-from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define
+from cp_dispatch.flex.ops import MASK, bring_buffer, check_rows, define, tell_order
 from cp_dispatch.flex.pulled import gradients_by, keys_by
 from cp_dispatch.flex.to_the_end import ToTheEnd, pulls_after
 from cp_dispatch.schedules.comm import Ring
@@ -39,6 +39,8 @@ SCHEMAS = (
 def _flex_start(key: Tensor, value: Tensor, *args) -> Tensor:
     """Start the transfer of the keys of all groups; returns a token for them."""
     *mask, groups, fill, backward = args
+    if not backward:
+        tell_order(mask)
     job = MaskJob(*mask)
     check_rows(job, key)
     exchange, ring = exchange_of(mask, key.device), _ring(job, key)

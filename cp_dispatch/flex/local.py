@@ -160,8 +160,10 @@ class LocalFlex:
 
     @property
     def _cuts(self) -> bool:
-        """Whether this rank's rows are a part of the mask's."""
-        return self.plan.world_size > 1 and not self.has_local_rows
+        """Whether this rank's rows are a part of the mask's; or in a graph, where an op has to
+        check their order, the mask's own, if no other op reads the mask."""
+        no_other = is_tracing() and not self._moves_keys
+        return self.plan.world_size > 1 and (no_other or not self.has_local_rows)
 
     @once
     def _whole_blocks(self) -> Blocks:

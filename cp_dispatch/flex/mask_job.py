@@ -228,6 +228,7 @@ class MaskJob:
     def packed(self, hop: int, order: bool) -> Tensor:
         """This rank's rows of the mask, at a hop or (-1) for all keys, followed by the true
         positions of the rows if ``order``; see :mod:`cp_dispatch.flex.cut`."""
+        self.check_order()
         chosen = None if hop < 0 else self.window(hop)
         where = self.queries, self.ring_rank, self.blocks[0], int(self.columns)
         packed = pack(cut(self.own_part(), *where, chosen, self.local_rows))

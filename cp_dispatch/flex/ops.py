@@ -31,6 +31,7 @@ from cp_dispatch.flex.prepared import find, keep_gradients, keep_keys
 from cp_dispatch.flex.pulled import PulledKeys, keys_by, sums_by
 from cp_dispatch.flex.rows import rows_of, split_rows
 from cp_dispatch.flex.to_the_end import ToTheEnd
+from cp_dispatch.graphs.checkpoints import attends_in
 from cp_dispatch.layouts import from_text
 from cp_dispatch.ops import NAMESPACE
 from cp_dispatch.schedules.comm import Ring
@@ -72,6 +73,7 @@ SCHEMAS = (
 def _flex_cut(*args) -> Tensor:
     """This rank's rows of a mask, packed; see :mod:`cp_dispatch.flex.cut`."""
     mask, hop, order = args[:-2], args[-2], args[-1]
+    tell_order(mask)
     # A copy, because the graph may overwrite what an op returns.
     return known_of(mask, mask[0].device).cut(mask, hop, order).clone()
 
@@ -88,7 +90,9 @@ def cut_fake(*args) -> Tensor:
 def _flex_bring(key: Tensor, value: Tensor, *args) -> Tensor:
     """Keys and values side by side in natural order, ``(lanes, positions, B / lanes, Hkv, D +
     Dv)``. See Note [Rows in place]."""
-    mask, fill = args[:-2], args[-2]
+    mask, fill, backward = args[:-2], args[-2], args[-1]
+    if not backward:
+        tell_order(mask)
     exchange = exchange_of(mask, key.device, lambda job: check_rows(job, key))
     return bring(exchange, key, value, mask, fill)
 
@@ -186,7 +190,9 @@ def _flex_bring_back_fake(grad_key, grad_value, key, value, *args):
 
 def _flex_hop(key: Tensor, value: Tensor, *args) -> Tensor:
     """Keys and values of the owner at a hop, ``(1, keys of its window, B, Hkv, D + Dv)``."""
-    *mask, hop, fill, _ = args
+    *mask, hop, fill, backward = args
+    if not backward:
+        tell_order(mask)
     job = MaskJob(*mask)
     check_rows(job, key)
     buffer = _hop_buffer(job, key, value, hop)
@@ -252,6 +258,13 @@ def _flex_listed(kv_num, kv_indices, full_kv_num, full_kv_indices, columns) -> T
 
 def _flex_listed_fake(kv_num, kv_indices, full_kv_num, full_kv_indices, columns):
     return kv_num.new_empty((*kv_num.shape, columns), dtype=torch.int8)
+
+
+def tell_order(mask: Sequence) -> None:
+    """Tell checkpoints that a forward is about to run with these arguments of :data:`MASK`."""
+    queries, keys, _, _, ring_shape, _, _, layout = mask[4:12]
+    if ring_shape:
+        attends_in(layout, queries, keys)
 
 
 def check_rows(job: MaskJob, key: Tensor) -> None:

@@ -23,10 +23,10 @@ from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.flex.mask_tuple import MaskTuple
 from cp_dispatch.flex.style import as_dtensors, global_lengths
+from cp_dispatch.graphs.checkpoints import attended
 from cp_dispatch.graphs.compile_cache import note_group
 from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.groups import ring_group_name
-from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 

@@ -47,6 +47,7 @@ from cp_dispatch.flex.remember import remember, remembered, users
 from cp_dispatch.flex.results import no_gradients, not_before, nothing, outlines, wrap, zeros_for
 from cp_dispatch.flex.traced_calls import options_at_look, options_of_graph
 from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.checkpoints import attends_in
 from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.graphs.order import keep_in_graph, warn_of_no_rows
 
@@ -128,6 +129,8 @@ def forward(options, call: FlexCall, score_mod, scale, kernel_options):
             LocalFlex(call, plan).note_trace(options)
         return tuple(wrap(x, call.query) for x in _outlines(call))
     local = _local(options, call, scale)
+    if not is_tracing() and local.plan.world_size > 1:  # graphs have ops that do this
+        attends_in(local.layout, local.plan.query_length, local.plan.key_length)
     kernel_options = with_order(kernel_options, call.query.device)
     if local.rings and _in_base_two(kernel_options):
         results = ring.forward(local, FORWARD, score_mod, scale, kernel_options)

@@ -36,7 +36,7 @@ from cp_dispatch.varlen.ops import SCHEMAS as VARLEN_SCHEMAS
 
 _MARK = "|cp_dispatch:"
 # Increased when a trace gives different graphs than those that caches hold for the same version.
-_GENERATION = 3
+_GENERATION = 4
 _groups: set[tuple] = set()
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each trace, as a hash
 

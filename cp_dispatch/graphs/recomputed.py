@@ -2,8 +2,8 @@
 
 A checkpoint's backward was built by the first forward, but gets the tensors of the second one. If
 the layout has changed in between, gradients would be silently wrong. So the storage of a logsumexp
-carries a note of the order of its rows; compiled graphs pass the same storage on. Hooks that copy
-what autograd saves defeat this check.
+carries a note of the order of its rows; compiled graphs pass the same storage on. Where autograd
+saves nothing, or hooks copy what it saves, :mod:`cp_dispatch.graphs.checkpoints` finds the change.
 
 In-place writes into an output of attention must be found too, since the backward reads the output.
 Autograd checks the versions of the tensors that it saved, but not of those that hooks keep, as in
@@ -41,11 +41,18 @@ def check(logsumexp: Tensor, layout: str) -> None:
     this."""
     found = getattr(logsumexp.untyped_storage(), "cp_dispatch_layout", layout)
     if found != layout:
-        raise ContextParallelError(
-            "a checkpoint recomputed attention in a different order of the sequence than its "
-            f"forward: {_name(found)} instead of {_name(layout)}. Run the backward under the same "
-            "enabled(layout=...) as the forward, inside the same block."
-        )
+        raise in_another_order(found, layout)
+
+
+def in_another_order(found: str, *wanted: str) -> ContextParallelError:
+    """The error for attention that was recomputed in the order of a layout, instead of that of one
+    of the layouts of its forward."""
+    names = " or ".join(map(_name, wanted)) or "what ran without cp_dispatch"
+    return ContextParallelError(
+        "a checkpoint recomputed attention in a different order of the sequence than its "
+        f"forward: {_name(found)} instead of {names}. Run the backward under the same "
+        "enabled(layout=...) as the forward, inside the same block."
+    )
 
 
 def watch(output: Tensor) -> None:

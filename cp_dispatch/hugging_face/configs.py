@@ -26,6 +26,18 @@ def wrong_in_a_shard(config, total: int, longest: list[int]) -> str | None:
     )
 
 
+def wrong_in_a_layout(config, total: int) -> str | None:
+    """Why a model would be wrong on DTensors of ``total`` positions in a layout, whatever positions
+    it is given, and what to do; None if it would be right."""
+    if not _scales_by_position(config, total):
+        return None
+    return (
+        "attn_temperature_tuning uses positions that the model counts itself, in natural order, "
+        f"which is wrong from position {config.floor_scale} on (floor_scale); use layout=None, or "
+        "make the model with attn_temperature_tuning=False"
+    )
+
+
 def by_longest(config) -> bool:
     """Whether rotary frequencies depend on the longest position."""
     kinds = [rope.get("rope_type") for rope in _ropes(config)]
@@ -69,18 +81,22 @@ def _differ(rope: dict, *names: str) -> bool:
 
 
 def _temperature(config, total: int) -> str | None:
+    if not _scales_by_position(config, total):
+        return None
+    return (
+        "attn_temperature_tuning uses positions that the model counts from 0 in each shard, which "
+        f"is wrong from position {config.floor_scale} on (floor_scale); {_AS_DTENSORS}, without a "
+        "layout and with a single sequence; or make the model with attn_temperature_tuning=False"
+    )
+
+
+def _scales_by_position(config, total: int) -> bool:
     """Llama 4 counts positions for its queries from 0, in layers without rotary embeddings."""
     floor = getattr(config, "floor_scale", None)
     tuned = getattr(config, "attn_temperature_tuning", False)
     if not tuned or floor is None or total < floor:
-        return None
-    if all(getattr(config, "no_rope_layers", None) or [0]):
-        return None
-    return (
-        "attn_temperature_tuning uses positions that the model counts from 0 in each shard, which "
-        f"is wrong from position {floor} on (floor_scale); {_AS_DTENSORS}, without a layout and "
-        "with a single sequence; or make the model with attn_temperature_tuning=False"
-    )
+        return False
+    return not all(getattr(config, "no_rope_layers", None) or [0])
 
 
 def _indexer(config) -> str | None:

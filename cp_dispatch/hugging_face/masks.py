@@ -28,6 +28,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.hugging_face import laid_out
 from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
 from cp_dispatch.hugging_face.modules import drops_masks, why_refused
 from cp_dispatch.hugging_face.positions import (
@@ -57,9 +58,9 @@ READY = (
 )
 
 
-def install(plain_context) -> None:
+def install(plain_context, current_options) -> None:
     """Replace transformers' mask functions, if it is imported. ``plain_context()`` returns the
-    block in effect."""
+    block in effect, ``current_options()`` what DTensors are in."""
     module = sys.modules.get(_MODULE)
     table = getattr(module, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     if table is None or _installed:
@@ -69,6 +70,7 @@ def install(plain_context) -> None:
             ours = _sdpa_mask(theirs, plain_context)
         else:
             ours = _refusing(kind, why, theirs, plain_context)
+        ours = _checked(kind, ours, module, current_options)
         _installed.append((table, kind, theirs, ours))
         table[kind] = ours
 
@@ -81,6 +83,19 @@ def remove() -> None:
             del table[kind]
             if table[kind] is not theirs:
                 table[kind] = theirs
+
+
+def _checked(kind: str, ours, module, current_options):
+    causal = getattr(module, "causal_mask_function", None)
+
+    def mask(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            window, config = kwargs.get("local_size") is not None, kwargs.get("config")
+            is_causal = window or kwargs.get("mask_function") is causal
+            laid_out.check(current_options(), kind, is_causal, config)
+        return ours(*args, **kwargs)
+
+    return mask
 
 
 def _sdpa_mask(theirs, plain_context):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cp_dispatch.layouts import Balancer, Span
 from cp_dispatch.layouts.spans import chunk
@@ -47,6 +48,34 @@ def longest() -> torch.Tensor | int:
 def taken_by_the_model() -> bool:
     """Whether the forward that asked for the mask takes ``position_ids``, as far as is known."""
     return _positions() is not _NOT_TAKEN
+
+
+def made_whole(rows: int) -> bool:
+    """Whether the positions are a whole plain tensor that counts from 0 to ``rows - 1``, as those
+    that a model makes if it is given none."""
+    positions = _positions()
+    if positions is _NOT_TAKEN or isinstance(positions, DTensor):
+        return False
+    return bool(count_from_zero(rows))
+
+
+def inputs_of_mask():
+    """The ``inputs_embeds`` for which transformers makes the mask, None if unknown."""
+    return _of_mask("inputs_embeds")
+
+
+def finds_documents() -> bool:
+    """Whether transformers has found packed documents for the mask in ``position_ids``; False if
+    unknown."""
+    return _of_mask("packed_sequence_mask") is not None
+
+
+def _of_mask(name: str):
+    """An argument or a local variable of the function that makes the mask, None if it has none."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "") == _MASKS and name in frame.f_code.co_varnames:
+            return frame.f_locals.get(name)
+    return None
 
 
 def generates() -> bool:

@@ -29,10 +29,10 @@ from cp_dispatch.agreement import agree, check_agreement, debug_is_on, tell_refu
 from cp_dispatch.call import Call
 from cp_dispatch.dispatch import run_op
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.graphs.checkpoints import attended
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.normalize import four_dims, like_query
 from cp_dispatch.options import Options
-from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext, outline, refuse, whole_of, words
 from cp_dispatch.plain_tensors.local_mask import KEYS, ROWS, Shares, mask_of_op, sharded_dim_of
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp

@@ -30,6 +30,7 @@ from cp_dispatch.flex.style import (
 from cp_dispatch.flex.traced_style import plain
 from cp_dispatch.flex.traced_style import traced_forward as traced_flex_forward
 from cp_dispatch.fused_modules import check_weights, no_fast_path
+from cp_dispatch.graphs.checkpoints import repeats
 from cp_dispatch.hugging_face.modules import check_implementation, sliding_window
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.plain import current_schedule
@@ -258,7 +259,7 @@ class ContextParallel(ParallelStyle):
         order = context.balancer, context.order_is_known
         if not in_backward():
             self._orders[module] = order
-        elif self._orders.get(module, order) != order:
+        elif not repeats() and self._orders.get(module, order) != order:
             raise ContextParallelError(
                 f"a module in ContextParallel(balancer='auto') ran in the order "
                 f"{self._orders[module][0]!r} and is recomputed in the order {order[0]!r}: the "

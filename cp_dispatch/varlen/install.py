@@ -30,10 +30,10 @@ from cp_dispatch._compat import (
 from cp_dispatch.agreement import tell_refusal
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.checkpoints import attended
 from cp_dispatch.graphs.compile_cache import note_group
 from cp_dispatch.graphs.guards import note_trace
 from cp_dispatch.groups import ring_group_name
-from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext
 from cp_dispatch.transforms import refuse_transforms
 from cp_dispatch.varlen.call import VarlenCall

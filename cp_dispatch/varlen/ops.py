@@ -17,6 +17,7 @@ from cp_dispatch._compat import below_autograd, resolve_group, run_uncompiled
 from cp_dispatch.backends import wide_dtype
 from cp_dispatch.errors import ContextParallelError
 from cp_dispatch.graphs import recomputed
+from cp_dispatch.graphs.checkpoints import attends_in
 from cp_dispatch.ops import NAMESPACE, needs_autograd, refuse_local_tensor_mode
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.schedules.ranges import part
@@ -52,6 +53,9 @@ SCHEMAS = (
 
 @run_uncompiled
 def _forward(query: Tensor, key: Tensor, value: Tensor, *options) -> tuple[Tensor, Tensor]:
+    queries, keys, _, _, ring_shape, _, _, layout = options[4:]
+    if ring_shape:
+        attends_in(layout, queries, keys)
     job, ring, scale = _prepared(query, key, *options)
     with part("varlen"):
         if 0 in (query.size(1), key.size(1)):

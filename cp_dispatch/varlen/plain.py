@@ -22,10 +22,10 @@ from cp_dispatch._compat import (
 )
 from cp_dispatch.agreement import agree, debug_is_on, tell_refusal
 from cp_dispatch.errors import ContextParallelError
+from cp_dispatch.graphs.checkpoints import attended
 from cp_dispatch.groups import ring_group_name
 from cp_dispatch.layouts import Balancer
 from cp_dispatch.options import Options
-from cp_dispatch.plain_tensors.checkpoints import attended
 from cp_dispatch.plain_tensors.context import PlainContext, outline, whole_of, words
 from cp_dispatch.plain_tensors.sharded_buffers import overwritten_by_ddp
 from cp_dispatch.plain_tensors.uneven import UNEVEN_IN_A_TRACE, not_chunks, told_by_ranks

@@ -526,7 +526,8 @@ def test_after_an_error_no_job_of_an_earlier_group_answers(monkeypatch):
 
     monkeypatch.setattr(kernels, "resolve_group", lambda name: found.group)
     monkeypatch.setattr(kernels, "job_of", job_of)
-    repeated = Repeated(None, ("name", "", None))
+    sizes = (1.0, 8, 8, "ring", [2])
+    repeated = Repeated(None, (None, None, 0.0, [0, 0, 1], True, *sizes, "name", "", "rows"))
     repeated._find(torch.zeros(1), False)
     assert repeated._ways[False][0].group == "first"
     found.group = "broken"

@@ -316,6 +316,32 @@ def test_own_rows_of_another_order_are_refused():
                 assert cp_dispatch.explain_flex(*x, own).handler == "cp_dispatch"
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_own_rows_of_another_order_are_refused_by_graphs_that_send_no_keys(window):
+    """Because all ranks have them. No other op of the graph reads the mask."""
+    torch._dynamo.reset()
+    layout, compiled = HeadTail(64, 2), torch.compile(flex_attention, backend="aot_eager")
+
+    def mod(b, h, q, k):
+        return q >= k if window is None else (q >= k) & (q - k < window)
+
+    with fake_ranks(2, rank=1) as mesh, torch.no_grad():
+        query = DTensor.from_local(torch.randn(1, 2, 32, 16), mesh, ROWS)
+        key = DTensor.from_local(torch.randn(1, 2, 64, 16), mesh, [Replicate()])
+        for called, made in ((layout, layout), (None, None), (None, layout), (layout, None)):
+            own = cp_dispatch.create_cp_block_mask(
+                mod, None, None, 64, 64, mesh, layout=made, BLOCK_SIZE=8
+            )
+            with cp_dispatch.enabled(layout=called):
+                if called is made:
+                    want = flex_attention(query, key, key, block_mask=own).to_local()
+                    got = compiled(query, key, key, block_mask=own).to_local()
+                    torch.testing.assert_close(got, want)
+                    continue
+                with pytest.raises(ContextParallelError, match="the call's rows are of"):
+                    compiled(query, key, key, block_mask=own)
+
+
 def test_explain_tells_what_torch_refuses():
     """Before torch calls the op, so on every rank alike."""
     with fake_ranks(2) as mesh, cp_dispatch.enabled():

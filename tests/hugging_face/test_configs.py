@@ -4,7 +4,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 
-from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_shard
+from cp_dispatch.hugging_face.configs import by_longest, wrong_in_a_layout, wrong_in_a_shard
 
 LONG = {
     "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
@@ -53,6 +53,8 @@ def test_temperatures_of_llama_4(total, options, wrong):
     said = {"attn_temperature_tuning": True, "floor_scale": 8, "no_rope_layers": [1, 0]} | options
     reason = wrong_in_a_shard(Some(**said), total, [0, 0])
     assert ("attn_temperature_tuning" in (reason or "")) is wrong
+    reason = wrong_in_a_layout(Some(**said), total)
+    assert ("from position 8 on" in (reason or "")) is wrong
 
 
 @pytest.mark.parametrize("name, kinds, found", [
