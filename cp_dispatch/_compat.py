@@ -4,6 +4,7 @@ Tested against torch 2.11, 2.13 and 2.14 (``tests/test_compat.py``). No other mo
 may use a name that torch marks as private, except ``Tensor._version``, which torch documents.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -213,8 +214,19 @@ def argument_names(op: torch._ops.OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+# Of the last few hundred libraries.
+_withdrawn: collections.deque = collections.deque(maxlen=1000)
+
+
 def withdraw(library: torch.library.Library) -> None:
-    """Remove everything registered with a library now, not when it is garbage-collected."""
+    """Remove everything registered with a library now, not when it is garbage-collected.
+
+    Its kernels live on for a while: another thread's call may have been dispatched to one of them
+    and wait for the GIL, without a reference to it.
+    """
+    for registered in library._op_impls:
+        namespace, op, key = registered.split("/")
+        _withdrawn.append(torch.library.get_kernel(f"{namespace}::{op}", key))
     library._destroy()
 
 

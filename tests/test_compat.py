@@ -1066,6 +1066,21 @@ def test_withdraw():
     assert torch.relu(2 * x).sum() == 0
 
 
+def test_withdrawn_kernels_live_on():
+    """Another thread's call that waits for the GIL would run freed memory: errors, or a crash."""
+
+    def kernel(x):
+        return x + 1
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("relu", kernel, "CPU", allow_override=True)
+    references = sys.getrefcount(kernel)
+    _compat.withdraw(library)
+    assert sys.getrefcount(kernel) == references
+    _compat._withdrawn.clear()
+    assert sys.getrefcount(kernel) == references - 1
+
+
 def test_size_hint():
     """It adds no guard."""
     assert _compat.size_hint(3) == 3
