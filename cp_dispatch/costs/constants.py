@@ -171,7 +171,8 @@ def kind_of(device_name: str) -> str:
 
 #: Kinds that count as fast as a measured one until they are measured. For 32,768 causal tokens
 #: one H100 of 80 GB took 14.4 and 55.3 ms (cuDNN, forward and with backward), 25.3, 94.1 (flash),
-#: one H200 15.1, 57.2, 25.6 and 94.5 (tools/results, 4xh100- and 4xh200-causal-8k).
+#: one H200 15.1, 57.2, 25.6 and 94.5 (``tools/results/2026-11-28-4xh100-causal-8k-5steps.json``
+#: and ``2026-11-28-4xh200-causal-8k-20steps.json``).
 SIBLINGS = {"nvidia-h100-80gb-hbm3": "nvidia-h200"}
 
 
