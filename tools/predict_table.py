@@ -2,7 +2,7 @@
 
     python tools/predict_table.py nvidia-h200
 
-It is in ``cp_dispatch/docs/schedules.md``, between ``<!-- predicted -->`` and
+It is in ``README.md``, between ``<!-- predicted -->`` and
 ``<!-- end of predicted -->``. Only the constants are measured. Nodes of 8 GPUs are assumed to be
 like the measured host, and the links between nodes are the assumed ones below.
 """
@@ -113,7 +113,7 @@ def main() -> None:
     print(text)
     if args.dry:
         return
-    page = ROOT / "cp_dispatch" / "docs" / "schedules.md"
+    page = ROOT / "README.md"
     filled = f"<!-- predicted -->\n{text}\n<!-- end of predicted -->"
     old = r"<!-- predicted -->.*?<!-- end of predicted -->"
     page.write_text(re.sub(old, lambda _: filled, page.read_text(), flags=re.DOTALL))
