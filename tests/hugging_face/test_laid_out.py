@@ -133,6 +133,8 @@ def test_what_is_right_is_not_refused(mesh):
         run(mesh, None)
         with implicit_replication():
             built("sdpa")(input_ids=WHOLE)  # plain tensors alone
+    with implicit_replication():
+        laid_out.check(None, "sdpa", True, None)  # as in a block alone
     assert dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items()) == table
 
 

@@ -183,6 +183,7 @@ def test_union_and_overlaps():
     assert union(spans) == (Span(0, 3), Span(5, 7))
     owned = (Span(1, 3), Span(8, 10))
     assert list(overlaps(owned, union(spans))) == [(0, Span(1, 2)), (3, Span(8, 4))]
+    assert list(overlaps(owned, (Span(0, 1), Span(6, 2), Span(18, 2)))) == []
 
 
 def test_opcheck():
