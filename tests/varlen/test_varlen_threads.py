@@ -83,6 +83,7 @@ PROBLEMS = {
     "more keys, window": VarlenProblem((5, 20, 9), (8, 41, 9), (3, 2)),
     "fewer keys, causal": VarlenProblem((15, 20, 9), (8, 31, 0)),
     "fewer keys, window": VarlenProblem((15, 20, 9), (8, 31, 0), (4, 0)),
+    "fewer keys than ranks": VarlenProblem((9,), (2,), (-1, -1)),
     "no keys at all": VarlenProblem((4, 5), (0, 0), (-1, -1)),
     "bfloat16": VarlenProblem((30, 45, 21), dtype=BF16, key_heads=2, dim=16),
     "bfloat16, full": VarlenProblem((30, 45, 21), dtype=BF16, window=(-1, -1), dim=16),
