@@ -19,7 +19,7 @@ from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
-from cp_dispatch.varlen import exchange
+from cp_dispatch.varlen import exchange, job
 from cp_dispatch.varlen import kernel as kernel_module
 from cp_dispatch.varlen import keys as keys_module
 from cp_dispatch.varlen import plan as plan_module
@@ -160,6 +160,18 @@ def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
         both = (traffic_of(documents, Window(-1, 0), owned, owned, rank) for rank in range(2))
         found.append([traffic.shared for traffic in both])
     assert found == [[True, True], [False, False]]
+
+
+def test_gradients_of_keys_travel_wide_where_several_are_summed(monkeypatch):
+    """And on CPU, whose kernel returns them wide."""
+    monkeypatch.setattr(job, "Kernel", mock.Mock())
+    layout = cp_dispatch.HeadTail(8, 2).text
+    found = []
+    for device, lengths in (("cuda", [8]), ("cuda", [2, 4, 2]), ("cpu", [2, 4, 2])):
+        documents = Documents(starts(lengths), starts(lengths))
+        options = Window(-1, 0), 8, 8, False, None, (2,), 0, layout, torch.device(device)
+        found.append(job.VarlenJob(documents, *options).share_dtype(torch.bfloat16))
+    assert found == [torch.float32, torch.bfloat16, torch.float32]
 
 
 def test_no_key_is_twice_in_a_layer():

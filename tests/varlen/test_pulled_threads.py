@@ -79,6 +79,12 @@ def test_many_runs(monkeypatch, layout, limit, rooms):
     assert rooms.used == {"varlen"}
 
 
+def test_own_keys_are_in_several_runs_of_the_kernels_order(rooms):
+    """Rank 0, which sends none, has another rank's keys between its own."""
+    judge(VarlenProblem((4, 4, 8)), 2, layout=HeadTail(16, 2))
+    assert rooms.used == {"varlen"}
+
+
 @pytest.mark.parametrize("layout", ["natural", "documents"])
 def test_on_another_stream(layout, rooms):
     """Than the default one, where copies and pull are separate."""
