@@ -23,7 +23,7 @@ _PUSHED = ("ring", "mirrored_ring", "gather", "mirrored_gather", "one_call", "ul
 
 def carrier(mesh: DeviceMesh, schedule: str | None, mesh_dims: tuple[int, ...]) -> str | None:
     """Whether copy engines or NCCL carry a schedule's data; None where there is no choice."""
-    if mesh.device_type != "cuda" or schedule not in _PUSHED or not mesh_dims:
+    if mesh.device_type != "cuda" or schedule not in _PUSHED:
         return None
     reaches = reaches_all(mesh, mesh_dims)
     if reaches is None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cp_dispatch.by_need.copies import copy_all
+from cp_dispatch.by_need.copies import copies, copy_all
 from cp_dispatch.by_need.selector import Selector
 from cp_dispatch.layouts import Span
 
@@ -40,3 +40,22 @@ def test_slices_and_indices_choose_alike(spans, dtype):
     copy_all(list(selector.parts(into, values)))
     assert torch.equal(into[at], values.to(dtype))
     assert not into[[p for p in range(10) if p not in at]].any()
+
+
+def test_as_few_launches_as_can_be():
+    """One for all rows by the same index, which are not copied first, none for no rows."""
+    selector = Selector(SPANS["index"], torch.device("cpu"))
+    tensors = [torch.randn(10, 3) for _ in range(2)]
+    taken = [pair for x in tensors for pair in selector.taken_into(torch.zeros(7, 3), x)]
+    put = [pair for x in tensors for pair in selector.parts(x, torch.zeros(7, 3))]
+    for pairs, scatter in ((taken, False), (put, True)):
+        (found,) = copies(pairs)
+        rows = found.targets if scatter else found.sources
+        assert found.scatter == scatter and all(map(lambda x, y: x is y, rows, tensors))
+    assert copies([(x[:0], x[3:3]) for x in tensors]) == []
+
+
+def test_one_item():
+    into = torch.zeros(2)
+    copy_all([(into[:1], torch.ones(1))])
+    assert into.tolist() == [1, 0]

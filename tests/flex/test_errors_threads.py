@@ -139,6 +139,21 @@ def test_memory_that_copies_write_to_goes_when_they_are_done(pulls):
     assert box.pull.call_args_list == ([] if pulls == 4 else [mock.call([], [], then_wait=True)])
 
 
+def test_later_pulls_are_completed_until_collectives_come_next(caplog):
+    box, later, never = mock.Mock(pulls=3), mock.Mock(), mock.Mock()
+    finish(box, 3, [later, later, None, never])
+    flags = mock.call([], [], then_wait=True)
+    assert (box.pull.call_args_list, later.pull.call_args_list) == ([flags], [flags, flags])
+    assert not never.pull.called and not caplog.text
+
+
+def test_the_calls_own_error_is_the_one_that_is_raised(caplog):
+    """Also if the GPU is lost, so that flags cannot be raised either."""
+    box = mock.Mock(pulls=3, pull=mock.Mock(side_effect=RuntimeError("CUDA error")))
+    finish(box, 3)
+    assert "may wait for this one" in caplog.text and "CUDA error" in caplog.text
+
+
 def test_order_of_pulls():
     keys, gradients = False, True
     assert pulls_after(3, False, keys, 0) == [keys, keys]

@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication
 
 from cp_dispatch import BlockBalanced, ContextParallelError, HeadTail, enabled
+from cp_dispatch.hugging_face import laid_out
 from tests.distributed.spawn import TORCH_2_13
 from tests.ranks import fake_ranks
 
@@ -27,7 +28,7 @@ NATURAL = BlockBalanced([1, 1], 2, 4)  # which is in natural order
 def built(kind: str):
     """A model of one small layer, and the same without a head."""
     config = transformers.LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        vocab_size=11, hidden_size=4, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, use_cache=False, attn_implementation=kind,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
@@ -126,7 +127,44 @@ def test_what_is_right_is_not_refused(mesh):
         run(mesh, layout, attention_mask=ONES)
         run(mesh, layout, "eager")
     run(mesh, HeadTail(64, 2), whole=True)  # another sequence, which is not sharded
+    run(mesh, HEAD_TAIL, "eager", whole=True)
+    run(mesh, HeadTail(64, 2), "eager")
+    with enabled(layout=HEAD_TAIL):
+        run(mesh, None)
+        with implicit_replication():
+            built("sdpa")(input_ids=WHOLE)  # plain tensors alone
+    with implicit_replication():
+        laid_out.check(None, "sdpa", True, None)  # as in a block alone
     assert dict(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.items()) == table
+
+
+def test_a_model_that_embeds_the_positions_it_is_given_is_not_refused(mesh):
+    model = transformers.OPTModel(
+        transformers.OPTConfig(
+            vocab_size=11, hidden_size=8, word_embed_proj_dim=8, num_hidden_layers=1, ffn_dim=8,
+            num_attention_heads=1, use_cache=False, attn_implementation="sdpa",
+        )
+    ).eval()  # fmt: skip
+    model = distribute_module(model, mesh)
+    own = (torch.zeros(1, LENGTH // 2, dtype=torch.int64), torch.tensor([OWN]))
+    tokens, positions = (DTensor.from_local(x, mesh, [Shard(1)]) for x in own)
+    with torch.no_grad(), enabled(layout=HEAD_TAIL), implicit_replication():
+        model(tokens, position_ids=positions, attention_mask=ONES)
+
+
+def test_models_are_not_refused_for_what_they_do_not_have(mesh, monkeypatch):
+    """A causal mask, or an embedding of positions."""
+    config = transformers.BertConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, attn_implementation="eager",
+    )  # fmt: skip
+    model = distribute_module(transformers.BertModel(config).eval(), mesh)
+    own = (torch.zeros(1, LENGTH // 2, dtype=torch.int64), torch.tensor([OWN]))
+    tokens, positions = (DTensor.from_local(x, mesh, [Shard(1)]) for x in own)
+    with torch.no_grad(), enabled(layout=HEAD_TAIL), implicit_replication():
+        model(tokens, ONES, tokens, positions)
+    monkeypatch.setattr(laid_out, "taken_by_the_model", lambda: False)
+    run(mesh, HEAD_TAIL, position_ids=OWN, attention_mask=ONES)
 
 
 def test_outside_implicit_replication_the_error_is_torchs(mesh):

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cp_dispatch.flex import explain
 from cp_dispatch.planning import transport
+from tests.ranks import fake_ranks, outline
 
 
 def mesh(device="cuda"):
@@ -33,7 +35,8 @@ def test_groups_are_not_made(monkeypatch):
 
 @pytest.mark.parametrize("runs, reaches, words, may_gather", [
     (3, None, "the first call finds out", True), (3, False, "moved by NCCL: not", True),
-    (3, True, "moved by copy engines", False), (65, True, "needs 65 runs of rows", True),
+    (3, True, "moved by copy engines", False), (64, True, "moved by copy engines", False),
+    (65, True, "needs 65 runs of rows", True),
 ])  # fmt: skip
 def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
     """Copy engines move only what is needed. A collective gathers everything if that pays."""
@@ -52,3 +55,20 @@ def test_words_of_flex_attention(monkeypatch, runs, reaches, words, may_gather):
 ])  # fmt: skip
 def test_where_there_is_no_choice(call):
     assert transport.carrier(*call) is None
+
+
+def test_what_dtensor_redistributes():
+    """Not what is whole, which each rank only cuts, nor along a mesh dim of one rank."""
+    wanted = Shard(0), Shard(2), Shard(2)
+    with fake_ranks(2, 2, 1, names=("a", "b", "c")) as mesh:
+        tensors = {
+            name: outline(mesh, (2, 1, 8, 4), placements)
+            for name, placements in {
+                "as wanted": wanted,
+                "whole": (Replicate(),) * 3,
+                "along one rank": (*wanted[:2], Shard(1)),
+                "sum": (Shard(0), Partial(), Shard(2)),
+            }.items()
+        }
+        (found,) = transport.redistributed(tensors, [wanted] * 4)
+    assert f"sum from {(Shard(0), Partial(), Shard(2))} to {wanted}" in found

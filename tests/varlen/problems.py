@@ -150,6 +150,9 @@ def run_sharded(
     if needs_grad:
         found += torch.autograd.grad(out, leaves, place(grad, placements))
         assert all(x.placements == placed for x in found[2:])
+        for x, leaf in zip(found[2:], leaves, strict=True):
+            if leaf.placements == placed:  # full_tensor() would drop rows too many
+                assert x.to_local().shape == leaf.to_local().shape
     named = {}
     for name, x in zip(NAMES, found, strict=False):
         x = x.full_tensor()

@@ -19,7 +19,7 @@ from cp_dispatch._compat import dtensor_spec
 from cp_dispatch.by_need.ownership import ownership
 from cp_dispatch.layouts import Span
 from cp_dispatch.options import Options
-from cp_dispatch.varlen import exchange
+from cp_dispatch.varlen import exchange, job
 from cp_dispatch.varlen import kernel as kernel_module
 from cp_dispatch.varlen import keys as keys_module
 from cp_dispatch.varlen import plan as plan_module
@@ -162,6 +162,18 @@ def test_all_ranks_know_whether_some_rank_has_a_key_several_times():
     assert found == [[True, True], [False, False]]
 
 
+def test_gradients_of_keys_travel_wide_where_several_are_summed(monkeypatch):
+    """And on CPU, whose kernel returns them wide."""
+    monkeypatch.setattr(job, "Kernel", mock.Mock())
+    layout = cp_dispatch.HeadTail(8, 2).text
+    found = []
+    for device, lengths in (("cuda", [8]), ("cuda", [2, 4, 2]), ("cpu", [2, 4, 2])):
+        documents = Documents(starts(lengths), starts(lengths))
+        options = Window(-1, 0), 8, 8, False, None, (2,), 0, layout, torch.device(device)
+        found.append(job.VarlenJob(documents, *options).share_dtype(torch.bfloat16))
+    assert found == [torch.float32, torch.bfloat16, torch.float32]
+
+
 def test_no_key_is_twice_in_a_layer():
     """Sums are the same in every run, because no row gets contributions from two sides at once."""
     lengths = [8, 3, 13]
@@ -183,6 +195,7 @@ def test_union_and_overlaps():
     assert union(spans) == (Span(0, 3), Span(5, 7))
     owned = (Span(1, 3), Span(8, 10))
     assert list(overlaps(owned, union(spans))) == [(0, Span(1, 2)), (3, Span(8, 4))]
+    assert list(overlaps(owned, (Span(0, 1), Span(6, 2), Span(18, 2)))) == []
 
 
 def test_opcheck():
@@ -203,6 +216,8 @@ def test_opcheck():
 def test_gradients_are_in_the_dtypes_of_their_tensors(monkeypatch, rest, most):
     """The kernel for CPU returns wider ones. Also for keys of no document, and for many runs."""
     monkeypatch.setattr(exchange, "_MOST_SUMS", most)
+    of, name = (exchange, "add_up") if most == 0 else (exchange.Exchange, "_wide_sum")
+    monkeypatch.setattr(of, name, lambda *_: pytest.fail("that is for another number of runs"))
     problem = VarlenProblem((3, 5), dtype=torch.bfloat16, rest=rest)
     *tensors, grad = problem.tensors()
     options = [*problem.starts(), [-1, 0], None, *problem.totals, False, None, [], 0, "", ""]

@@ -79,6 +79,23 @@ def test_many_runs(monkeypatch, layout, limit, rooms):
     assert rooms.used == {"varlen"}
 
 
+def test_own_keys_are_in_several_runs_of_the_kernels_order(rooms):
+    """Rank 0, which sends none, has another rank's keys between its own."""
+    judge(VarlenProblem((4, 4, 8)), 2, layout=HeadTail(16, 2))
+    assert rooms.used == {"varlen"}
+
+
+def test_keys_arrive_in_the_order_of_the_only_kernel_call(monkeypatch, rooms):
+    monkeypatch.setattr(keys.CallKeys, "take", lambda *_: pytest.fail("they are put in order"))
+    problem, balancer = VarlenProblem((4, 4, 8)), HeadTail(16, 2)
+
+    def body(rank):
+        run_sharded(problem, init_device_mesh("cpu", (2,)), layout=balancer)
+
+    with cp_dispatch.enabled(layout=balancer):
+        run_threads(2, body)
+
+
 @pytest.mark.parametrize("layout", ["natural", "documents"])
 def test_on_another_stream(layout, rooms):
     """Than the default one, where copies and pull are separate."""

@@ -25,6 +25,7 @@ from cp_dispatch import (
 )
 from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, keys
+from cp_dispatch.varlen.kernel import Kernel
 from tests.distributed.sharded import distribute
 from tests.distributed.threads import run_threads
 from tests.ranks import fake_ranks, with_rows
@@ -83,6 +84,7 @@ PROBLEMS = {
     "more keys, window": VarlenProblem((5, 20, 9), (8, 41, 9), (3, 2)),
     "fewer keys, causal": VarlenProblem((15, 20, 9), (8, 31, 0)),
     "fewer keys, window": VarlenProblem((15, 20, 9), (8, 31, 0), (4, 0)),
+    "fewer keys than ranks": VarlenProblem((9,), (2,), (-1, -1)),
     "no keys at all": VarlenProblem((4, 5), (0, 0), (-1, -1)),
     "bfloat16": VarlenProblem((30, 45, 21), dtype=BF16, key_heads=2, dim=16),
     "bfloat16, full": VarlenProblem((30, 45, 21), dtype=BF16, window=(-1, -1), dim=16),
@@ -137,6 +139,7 @@ def test_many_runs_of_keys(monkeypatch, window):
     monkeypatch.setattr(keys, "_MOST_RUNS", 0)
     monkeypatch.setattr(exchange, "_MOST_SUMS", 0)
     problem = VarlenProblem((5, 20, 1, 9, 13), window=window, key_heads=2)
+    judge(problem, 2)
     judge(problem, 3)
     judge(problem, 3, layout=PerDocumentHeadTail([[5, 20, 1, 9, 13]], 3))
     problem = VarlenProblem((40, 56), dtype=BF16, window=window, key_heads=2, dim=16)
@@ -148,6 +151,29 @@ def test_layouts_in_16_bits(ranks):
     """Gradients of several runs of rows are added and sent in float32."""
     problem = VarlenProblem((40, 56), dtype=BF16, key_heads=2, dim=16)
     judge(problem, ranks, layout=HeadTail(96, ranks))
+
+
+def test_a_rank_that_sums_nothing_sends_wide_gradients_too(monkeypatch):
+    """To ranks that sum several of them, from a kernel that returns narrow ones, as on CUDA."""
+    backward, sent, moved = Kernel.backward, set(), Ring.exchange_all
+
+    def narrow(*args):
+        return [x.to(BF16) for x in backward(*args)]
+
+    def exchanged(ring, send, *rest):
+        sent.add(send.dtype)
+        return moved(ring, send, *rest)
+
+    monkeypatch.setattr(Kernel, "backward", narrow)
+    monkeypatch.setattr(Ring, "exchange_all", exchanged)
+    problem, balancer = VarlenProblem((16, 8, 24), dtype=BF16, dim=16), HeadTail(48, 3)
+
+    def body(rank):
+        run_sharded(problem, init_device_mesh("cpu", (3,)), layout=balancer)
+
+    with cp_dispatch.enabled(layout=balancer):
+        run_threads(3, body)
+    assert sent == {BF16, torch.float32}, "keys, and their gradients"
 
 
 def test_gradients_of_some():
