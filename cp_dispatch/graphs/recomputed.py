@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from cp_dispatch._compat import local_tensor, version_witness
 from cp_dispatch.errors import ContextParallelError
 
+_LONGEST = 120  # characters of a layout in an error
+
 
 def note(logsumexp: Tensor, layout: str) -> None:
     """Record that a forward in the order of a layout (a balancer's text) returned this."""
@@ -108,4 +110,6 @@ def _is_plain_dtensor(tensor: Tensor | None) -> bool:
 
 
 def _name(layout: str) -> str:
+    if len(layout) > _LONGEST:  # that of blocks has the work of each
+        return layout[:_LONGEST] + "..."
     return layout or "natural order (layout=None)"
