@@ -61,7 +61,7 @@ def before(kernel, op, plain_context, enabled):
 def _attend(
     context: PlainContext, op, enabled, tensors, score_mod, block_mask, scale, kernel_options, *rest
 ):
-    attended(context)
+    attended(context, by_order=True)
     if is_tracing() and context.uneven:
         _refuse(
             context,

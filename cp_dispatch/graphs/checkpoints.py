@@ -8,7 +8,8 @@ that autograd saves differ in shape or number. So while cp_dispatch is on, the f
 checkpoint remembers two things of its first run:
 
 - whether attention on plain tensors used the block around; compiled graphs tell by their guards on
-  the block. Outside the block no code of ours would run, so this is checked before the second run.
+  the block. Outside the block no code of ours would run, so this is checked before the second run;
+  whether the second run uses a block that the first one did not use, at its calls.
 - in which orders kernels ran. Only if the layout around has changed, each kernel of the second run
   is checked before it communicates. What a selective checkpoint has saved runs no kernel.
 
@@ -73,12 +74,21 @@ def remove() -> None:
         _replaced.pop().restore()
 
 
-def attended(context) -> None:
-    """Record that a call of attention, or a graph with one, runs in this block."""
+def attended(context, by_order: bool = False) -> None:
+    """Record that a call of attention, or a graph with one, runs in this block. ``by_order``: it
+    depends on the order of the sequence.
+
+    Raises:
+        ContextParallelError: if it depends on that, in the second run of a checkpoint whose first
+            one was not in the block.
+    """
     if context is None or context.world_size == 1:
         return
     for run in _first_runs():
         run.note_block(context)
+    if by_order:
+        for run in _thread.second:
+            run.check_block(context)
 
 
 def attends_in(layout: str, *lengths: int) -> None:
@@ -129,33 +139,38 @@ class _Settings(NamedTuple):
         order = None if self.options is None else self.options.order
         return order, _order(self.block)
 
+    def are(self, others: _Settings) -> bool:
+        """Whether no scope or block has begun in between."""
+        return self.options is others.options and self.block is others.block
+
 
 class _Recomputed:
     """What a checkpoint calls in its backward."""
 
     def __init__(self, function, current_options, plain_context):
         self._function = function
-        self.current_options, self._plain_context = current_options, plain_context
-        self._around, self._block_order = self._settings(), None
-        #: The orders in which kernels ran: under the options around, and inside scopes of the
-        #: function.
+        self._current_options, self._plain_context = current_options, plain_context
+        #: That of the block around, if attention ran in it.
+        self.block_order = None
+        self._around = self.settings()
+        #: The orders in which kernels ran: under the options and in the block around, and inside
+        #: scopes and blocks of the function.
         self.outside: set[tuple] = set()
         self.inside: set[tuple] = set()
 
-    def _settings(self) -> _Settings:
-        return _Settings(self.current_options(), self._plain_context())
+    def settings(self) -> _Settings:
+        return _Settings(self._current_options(), self._plain_context())
 
     def note_block(self, block) -> None:
         if block is self._around.block:
-            self._block_order = _order(block)
+            self.block_order = _order(block)
 
     def note_order(self, order: tuple) -> None:
-        is_around = self.current_options() is self._around.options
-        (self.outside if is_around else self.inside).add(order)
+        (self.outside if self.settings().are(self._around) else self.inside).add(order)
 
     def __call__(self, *args):
-        now = self._settings()
-        if self._block_order is not None and self._block_order != _order(now.block):
+        now = self.settings()
+        if self.block_order is not None and self.block_order != _order(now.block):
             raise ContextParallelError(
                 "a checkpoint is recomputed outside the context_parallel block in which it ran, "
                 "where attention would stay within a shard. Run the backward inside the block"
@@ -168,7 +183,7 @@ class _Recomputed:
             for layout, *_ in self.outside:
                 if layout:
                     raise in_another_order("", layout)
-        with _noted(_thread.repeats, False), _noted(_thread.second, _SecondRun(self, now.options)):
+        with _noted(_thread.repeats, False), _noted(_thread.second, _SecondRun(self, now)):
             return self._function(*args)
 
 
@@ -190,12 +205,20 @@ class _RunTwice(_Recomputed):
 class _SecondRun:
     """A second run while the order around differs from that of the first."""
 
-    def __init__(self, first: _Recomputed, options):
-        self._first, self._options = first, options
+    def __init__(self, first: _Recomputed, around: _Settings):
+        self._first, self._around = first, around
+
+    def check_block(self, block) -> None:
+        if block is self._around.block and self._first.block_order is None:
+            raise ContextParallelError(
+                "a checkpoint that ran outside the context_parallel block is recomputed inside it, "
+                "where plain tensors are shards. Run its forward inside the block, or its backward "
+                "outside"
+            )
 
     def check(self, order: tuple) -> None:
         first, allowed = self._first, self._first.outside
-        if not allowed or first.current_options() is not self._options:
+        if not allowed or not first.settings().are(self._around):
             allowed = allowed | first.inside
         if order not in allowed:
             raise in_another_order(order[0], *sorted({layout for layout, *_ in allowed}))

@@ -59,7 +59,7 @@ def attend_plain(
         raise
     if call is None:
         return NotImplemented
-    attended(context)
+    attended(context, is_causal or attn_mask is not None or dropout_p > 0)
     even = not context.uneven
     shares = even_shares(context, call) if even else _told_shares(context, given, call)
     lengths = shares.lengths

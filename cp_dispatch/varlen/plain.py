@@ -44,7 +44,7 @@ def attend_plain(context: PlainContext, call: VarlenCall) -> tuple[Tensor, Tenso
             differ; nothing was computed.
     """
     mesh = context.mesh
-    attended(context)
+    attended(context, by_order=True)
     try:
         lengths = _lengths(context, call)
         plan = plan_of(context, call, lengths)

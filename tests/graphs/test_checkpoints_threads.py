@@ -296,6 +296,63 @@ def test_a_module_may_run_in_other_orders_meanwhile(reentrant):
     on_ranks(body)
 
 
+def in_own_block(mesh, layout, *own):
+    with context_parallel(mesh, balancer=layout):
+        return causal(*own)
+
+
+def test_the_order_of_a_block_inside_is_not_that_around():
+    """Nor may the order around be it."""
+
+    def both(mesh, query, *own):
+        return causal(query, query, query).to_local() + in_own_block(mesh, None, *own)
+
+    def body(mesh):
+        query, *_ = leaves(mesh)
+        own = [x.to_local().detach().requires_grad_() for x in leaves(mesh)]
+        with enabled(layout=head_tail()):
+            out = checkpoint(both, mesh, query, *own, use_reentrant=True)
+        with enabled(), refused():
+            out.sum().backward()
+
+    on_ranks(body)
+
+
+def test_a_block_inside_does_not_depend_on_the_order_around():
+    def body(mesh):
+        own = [x.to_local().detach().requires_grad_() for x in leaves(mesh)]
+        with enabled(layout=head_tail()):
+            want = torch.autograd.grad(in_own_block(mesh, head_tail(), *own).sum(), own)
+            out = checkpoint(in_own_block, mesh, head_tail(), *own, use_reentrant=True)
+        with around("off"):
+            out.sum().backward()
+        for x, true in zip(own, want, strict=True):
+            torch.testing.assert_close(x.grad, true)
+
+    on_ranks(body)
+
+
+def test_what_ran_outside_a_block_is_not_recomputed_inside():
+    """Where its plain tensors would be shards. Without causal masks, gradients are right in sum."""
+
+    def both(mesh, attend, *own):
+        return attend(*own) + in_own_block(mesh, None, *own)
+
+    def body(mesh):
+        own = [x.to_local().detach().requires_grad_() for x in leaves(mesh)]
+        with enabled():
+            outs = [
+                checkpoint(both, mesh, attend, *own, use_reentrant=True)
+                for attend in (causal, F.scaled_dot_product_attention)
+            ]
+        with context_parallel(mesh, balancer=None):
+            with pytest.raises(ContextParallelError, match="outside the context_parallel block"):
+                outs[0].sum().backward()
+            outs[1].sum().backward()
+
+    on_ranks(body)
+
+
 class Attend(torch.nn.Module):
     def forward(self, query, key, value):
         return flex_attention(query, key, value)
