@@ -26,10 +26,10 @@ from cp_dispatch.layouts import Balancer
 from cp_dispatch.planning.layout_rules import named
 
 
-def check(options, kind: str, is_causal: bool, config) -> None:
+def check(options, kind: str, is_causal: bool, config, attention_mask=None) -> None:
     """Refuse the model that asks for a mask if its results would be wrong in the layout of
     ``options``, which may be None. ``kind`` is its ``attn_implementation``, ``config`` its config
-    or None.
+    or None, ``attention_mask`` what it was given, of two dims, or None.
 
     Raises:
         ContextParallelError: on all ranks, since the model does the same on all of them.
@@ -42,7 +42,11 @@ def check(options, kind: str, is_causal: bool, config) -> None:
         return
     if inputs.shape[1] != layout.seq_len or _is_natural(layout):
         return
-    reason = _wrong(kind, is_causal, layout.seq_len) or wrong_in_a_layout(config, layout.seq_len)
+    reason = (
+        _wrong(kind, is_causal, layout.seq_len)
+        or wrong_in_a_layout(config, layout.seq_len)
+        or _wrong_padding(attention_mask)
+    )
     if reason is not None:
         raise ContextParallelError(
             f"a model of transformers on DTensors in a layout is refused: {reason}.\n"
@@ -74,6 +78,16 @@ def _wrong(kind: str, is_causal: bool, length: int) -> str | None:
         return (
             "its causal mask is in natural order, but uncompiled attention goes by places in the "
             "layout's; use attn_implementation='sdpa'"
+        )
+    return None
+
+
+def _wrong_padding(mask) -> str | None:
+    if isinstance(mask, DTensor) and Shard(1) in mask.placements:
+        return (
+            "its attention_mask is sharded along the sequence, in the layout's order, but "
+            "transformers looks it up by true positions; pass it whole, as a plain tensor (B, S) "
+            "by true positions"
         )
     return None
 

@@ -92,7 +92,8 @@ def _checked(kind: str, ours, module, current_options):
         if not torch.compiler.is_compiling():
             window, config = kwargs.get("local_size") is not None, kwargs.get("config")
             is_causal = window or kwargs.get("mask_function") is causal
-            laid_out.check(current_options(), kind, is_causal, config)
+            given = kwargs.get("attention_mask")
+            laid_out.check(current_options(), kind, is_causal, config, given)
         return ours(*args, **kwargs)
 
     return mask

@@ -115,6 +115,13 @@ def test_a_causal_mask_of_uncompiled_attention_is_refused(mesh):
         run(mesh, HEAD_TAIL, "eager", position_ids=OWN, attention_mask=ONES)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "flex_attention"])
+def test_a_mask_sharded_like_the_tokens_is_refused(mesh, kind):
+    own = DTensor.from_local(torch.tensor([[1, 1, 1, 0]]), mesh, [Shard(1)])
+    with pytest.raises(ContextParallelError, match="attention_mask is sharded .* pass it whole"):
+        run(mesh, HEAD_TAIL, kind, position_ids=OWN, attention_mask=own)
+
+
 def test_what_is_right_is_not_refused(mesh):
     from transformers import masking_utils
 
