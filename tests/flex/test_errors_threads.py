@@ -7,8 +7,6 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`).
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 from unittest import mock
 
 import pytest
@@ -23,9 +21,9 @@ from cp_dispatch.flex.groups import spans
 from cp_dispatch.flex.mask_job import MaskJob
 from cp_dispatch.flex.to_the_end import pulls_after
 from cp_dispatch.groups import ring_group_name
+from tests.distributed.out_of_memory import failures
 from tests.distributed.rooms import Rooms
 from tests.distributed.test_errors_threads import Memory
-from tests.distributed.threads import run_threads
 
 RANKS, LENGTH, B, HKV, D, DV = 3, 96, 2, 4, 3, 5
 
@@ -97,35 +95,17 @@ def test_memory_runs_out_anywhere(monkeypatch, failing, name, known, kind):
     if (name, kind) == ("bring back", "rows"):
         pytest.skip("collectives bring them back, which end with the process group")
     rooms, call = Rooms(monkeypatch), CALLS[name]
-    barrier, left, failures = threading.Barrier(RANKS), [0] * RANKS, [0] * RANKS
 
-    def body(rank: int) -> None:
-        own, grads, arguments = tensors_of(rank, RANKS, init_device_mesh("cpu", (RANKS,)), kind)
-        call(own, grads, arguments)  # works out needs, exchanges lists, makes the rooms
-        for last in itertools.count(step=len(failing)):
-            if not known:
-                for box in rooms._boxes.values():
-                    box.views.clear()
-                barrier.wait()
-            memory = Limited(last if rank in failing else None)
-            missing = False
-            try:
-                with memory:
-                    call(own, grads, arguments)
-            except torch.OutOfMemoryError:
-                missing = True
-            assert missing == memory.was_missing
-            left[rank] = missing
-            failures[rank] += missing
-            barrier.wait()
-            rooms.assert_all_is_quiet()
-            done = not any(left)
-            barrier.wait()
-            if done:
-                break
+    def forget() -> None:
+        for box in rooms._boxes.values():
+            box.views.clear()
 
-    run_threads(RANKS, body)
-    assert all((failures[rank] > 0) == (rank in failing) for rank in range(RANKS)), failures
+    def make(rank: int):
+        place = tensors_of(rank, RANKS, init_device_mesh("cpu", (RANKS,)), kind)
+        return functools.partial(call, *place), None if known else forget
+
+    found = failures(rooms, RANKS, failing, Limited, make, len(failing))
+    assert all((found[rank] > 0) == (rank in failing) for rank in range(RANKS)), found
     assert {"flex keys", "flex gradients"} & rooms.used
 
 

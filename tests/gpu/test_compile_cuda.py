@@ -23,6 +23,7 @@ from tests.distributed.sharded import distribute, run_sharded
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import is_staged, ranks
 from tests.distributed.test_compiled_spawned import by_policy, saved
+from tests.gpu.capture import capture
 
 try:
     from tests.distributed import test_hf_spawned as hf
@@ -132,15 +133,7 @@ def captured(env: Env, kernel: str, schedule: str, head_tail: bool, problem=PROB
         return output, *torch.autograd.grad(output, inputs, grad)
 
     with cp_dispatch.enabled(schedule=schedule, layout=layout), only(kernel):
-        warm = torch.cuda.Stream()
-        warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
+        graph, results = capture(step)
     for seed in (1, 2, 3):
         this = Problem(**vars(problem) | {"seed": seed})
         tensors = this.tensors(env.device)

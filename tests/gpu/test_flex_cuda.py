@@ -36,6 +36,7 @@ from tests.flex.problems import (
     one_device,
 )
 from tests.flex.sharded import ROWS, in_groups, run_sharded
+from tests.gpu.capture import capture
 
 GPUS = ranks()
 WORLD_SIZES = sorted({2, min(GPUS, 4)} - {0, 1})
@@ -370,15 +371,7 @@ def captured(env: Env, layout=None) -> None:
         return [x.to_local() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
     with cp_dispatch.enabled(layout=layout and layout(length, ranks)):
-        warm = torch.cuda.Stream()
-        warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
+        graph, results = capture(step)
         for turn in range(6):
             with torch.no_grad():
                 for own, new in zip((*leaves, grad), fresh(), strict=True):

@@ -19,6 +19,7 @@ from cp_dispatch.schedules.comm import Ring
 from tests.distributed.sharded import distribute
 from tests.distributed.spawn import Env, run_asked
 from tests.distributed.staged import is_staged, ranks
+from tests.gpu.capture import capture
 from tests.varlen.problems import (
     ROWS,
     VarlenProblem,
@@ -119,15 +120,7 @@ def captured(env: Env, problem: VarlenProblem, layout=None) -> None:
         return [x.to_local() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
     with cp_dispatch.enabled(layout=layout and layout(problem.totals[0], env.world_size)):
-        warm = torch.cuda.Stream()
-        warm.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(warm)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
+        graph, results = capture(step)
         for turn in range(6):
             with torch.no_grad():
                 for own, new in zip((*leaves, grad), fresh(), strict=True):

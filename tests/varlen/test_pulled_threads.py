@@ -6,7 +6,6 @@ Copy engines are emulated (:mod:`tests.distributed.rooms`), ranks are threads.
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from cp_dispatch.schedules.comm import Ring
 from cp_dispatch.varlen import exchange, explain, keys, ops, pulled
 from cp_dispatch.varlen.documents import Documents, Window
 from cp_dispatch.varlen.traffic import most_runs, overlaps, rows_given, table_of, traffic_of
+from tests.distributed.out_of_memory import failures
 from tests.distributed.rooms import Rooms
 from tests.distributed.sharded import distribute
 from tests.distributed.test_errors_threads import Memory
@@ -267,28 +267,10 @@ def call_of(way: str, rank: int, ranks: int, mesh, layout: str, dtype=torch.floa
 def test_memory_runs_out_anywhere(failing, way, layout, rooms):
     """Then the other ranks do not wait, and the next call finds no flag."""
     ranks = 3
-    barrier, left, failures = threading.Barrier(ranks), [0] * ranks, [0] * ranks
 
-    def body(rank: int) -> None:
-        call = call_of(way, rank, ranks, init_device_mesh("cpu", (ranks,)), layout)
-        call()
-        for last in itertools.count():
-            memory, missing = Limited(last if rank in failing else None), False
-            try:
-                with memory:
-                    call()
-            except torch.OutOfMemoryError:
-                missing = True
-            assert missing == memory.was_missing
-            left[rank] = missing
-            failures[rank] += missing
-            barrier.wait()
-            rooms.assert_all_is_quiet()
-            done = not any(left)
-            barrier.wait()
-            if done:
-                break
+    def make(rank: int):
+        return call_of(way, rank, ranks, init_device_mesh("cpu", (ranks,)), layout), None
 
-    run_threads(ranks, body)
-    assert all((failures[rank] > 2) == (rank in failing) for rank in range(ranks)), failures
+    found = failures(rooms, ranks, failing, Limited, make)
+    assert all((found[rank] > 2) == (rank in failing) for rank in range(ranks)), found
     assert rooms.used == {"varlen"}
